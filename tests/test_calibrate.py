@@ -69,17 +69,28 @@ def test_names_of_kernels() -> None:
         calibrate.chosen_kernels((plain.name,), "cuda")
 
 
-def test_tiles_are_the_best_one_and_others_of_the_better_third() -> None:
-    rng = calibrate.random.Random(1)
+def test_tiles_are_the_best_one_others_of_the_better_third_and_the_best_of_every_variant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(calibrate, "BETTER", 3)
     p = vector(128)
     ranked = sorted(
         EXPANDING.options(p), key=lambda t: calibration_fit.priced([Point(EXPANDING, p, t, 1, 0, 1)])[0].expected
     )
-    some = calibrate._tiles(EXPANDING, p, 6, rng)
-    assert some[0] == EXPANDING.best(p).tile
-    assert len(set(some)) == 6
-    assert set(some) <= set(ranked[: max(8, len(ranked) // 3)])
-    assert calibrate._tiles(EXPANDING, p, 1, rng) == some[:1]
+    best: dict[tuple[str, ...], Any] = {}
+    for tile in ranked:
+        best.setdefault(EXPANDING.variant(p, tile), tile)
+    better = ranked[: max(3, len(ranked) // 3)]
+    assert not set(best.values()) <= set(better)  # else the draws below would show nothing
+    drawn = set()
+    for seed in range(50):
+        some = calibrate._tiles(EXPANDING, p, 6, calibrate.random.Random(seed))
+        assert some[0] == EXPANDING.best(p).tile
+        assert len(set(some)) == len(some) > 3
+        assert set(some[3:]) <= set(better)
+        drawn |= set(some)
+    assert drawn == {*best.values(), *better}
+    assert calibrate._tiles(EXPANDING, p, 1, calibrate.random.Random(1)) == ranked[:1]
 
 
 # ------------------------------------------------------------------ what is measured

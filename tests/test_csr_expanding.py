@@ -24,10 +24,16 @@ from test_kernels import problem
 from spformat.backends.cuda.csr import spmm_csr_expanding_sm90a as expanding
 from spformat.backends.cuda.runtime.record_products import Tile, room_of
 from spformat.formats import CSR
+from spformat.products.problem import Problem
 from spformat.products.roofline import device_of
 
 KERNEL = expanding.SpmmCSRExpanding()
 tile_of = functools.partial(tile_in, expanding.TILES)
+
+
+def tiles_of(p: Problem) -> dict[str, Tile]:
+    """The tiles that are considered for a problem, by name."""
+    return {str(t): t for t in KERNEL.options(p)}
 
 
 def test_what_it_takes() -> None:
@@ -54,6 +60,20 @@ def test_all_clusters_run_at_one_time(n: int) -> None:
             assert tile.parts == 1 or tiles <= device_of(q).clusters(tile.parts, tile.resident), str(tile)
             parts.append(tile.parts)
     assert (max(parts) > 1) == (n < 4000)
+
+
+def test_a_multiprocessor_with_few_blocks_has_few_steps_to_share() -> None:
+    p = problem(CSR.from_dense(np.ones((16, 64), np.float16)), 64, "float16", ("col", "col"), 90)
+    p = p.changed(K=4096, nnz=1 << 20, M=1024)
+    device, steps = device_of(p), KERNEL.terms.index("steps of all blocks")
+    tiles = tiles_of(p)
+    few = KERNEL.quantities(p, tiles["64x64, 3 blocks parts 8"], device)
+    assert few[steps] == 8 * 2  # of 16 clusters of 8 blocks 15 have multiprocessors of their own
+    assert few[KERNEL.terms.index("steps")] == 8
+    more = KERNEL.quantities(p, tiles["64x32, 6 blocks parts 8"], device)
+    assert more[steps] == 8 * 3
+    many = p.changed(M=1 << 16, nnz=1 << 26)  # 1,024 tiles: more than run at one time
+    assert KERNEL.quantities(many, tiles_of(many)["64x64, 3 blocks"], device)[steps] == 64 * 8
 
 
 CASES = [

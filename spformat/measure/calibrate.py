@@ -36,7 +36,7 @@ log = logging.getLogger("spformat")
 RIVALS = 4
 """Kernels that are measured beside the chosen ones for each product: those that expect the least time."""
 BETTER = 8
-"""Tiles are drawn from the third that is expected to be fastest, but from no fewer than so many."""
+"""The better tiles are the third that is expected to be fastest, but no fewer than so many."""
 DIFFERENT = 0.02
 """Largest difference between results of two kernels, over the largest value: far above rounding."""
 REFUSED = 200
@@ -60,7 +60,7 @@ class Scope:
     widths: int = 4
     """Products of each matrix."""
     tiles: int = 3
-    """Tiles of a kernel for each product: its best one, and others that are drawn."""
+    """Tiles of a kernel for each product: the one expected to be fastest, and others that are drawn."""
     products: int = 1 << 30
 
     def specs(self) -> Iterator[cases.Spec]:
@@ -205,12 +205,20 @@ def _runs(scope: Scope, a: Format, p: Problem, xp: Any, rng: random.Random) -> l
 
 
 def _tiles(kernel: Kernel, p: Problem, most: int, rng: random.Random) -> list[Any]:
-    """The tile that is expected to be fastest, and others of the better ones."""
+    """The tile that is expected to be fastest, and others: half of them the best of their variants, whatever these are
+    expected to take, since a variant that is expected to be slow would else never be measured, and the better ones."""
     known = rates.constants(kernel.constants_of or kernel.name, kernel.terms, p) if kernel.terms else None
     device = device_of(p)
     ranked = sorted(kernel.options(p), key=lambda t: products.tile_us(kernel, p, t, device, known))
-    rest = ranked[1 : max(BETTER, len(ranked) // 3)]
-    return (ranked[:1] or [kernel.best(p).tile]) + rng.sample(rest, min(most - 1, len(rest)))
+    if not ranked:
+        return [kernel.best(p).tile]
+    best: dict[tuple[str, ...], Any] = {}
+    for tile in ranked:
+        best.setdefault(kernel.variant(p, tile), tile)
+    others = [tile for tile in best.values() if tile != ranked[0]]
+    some = rng.sample(others, min((most - 1) // 2, len(others)))
+    rest = [tile for tile in ranked[1 : max(BETTER, len(ranked) // 3)] if tile not in some]
+    return [ranked[0], *some, *rng.sample(rest, min(most - 1 - len(some), len(rest)))]
 
 
 def _once(run: Run) -> None:

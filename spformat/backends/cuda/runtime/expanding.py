@@ -87,6 +87,11 @@ def longest(tiles: int, tile: Tile, parts: int, steps: int, device: Device) -> i
     return rounds(tiles, device.clusters(parts, tile.resident)) * ceil_div(steps, parts)
 
 
+def of_all_blocks(tiles: int, parts: int, steps: int, device: Device) -> int:
+    """Steps that all blocks of the multiprocessor that has the most of them pass, at a time or one after the other."""
+    return rounds(tiles, device.clusters(parts)) * ceil_div(steps, parts)
+
+
 def parts_of(tiles: int, tile: Tile, steps: int, device: Device) -> Iterator[int]:
     """Numbers of parts that are worth considering for so many ``tiles`` of C: each leaves a multiprocessor fewer steps
     than all smaller ones, and all clusters run at one time.
@@ -105,17 +110,16 @@ def parts_of(tiles: int, tile: Tile, steps: int, device: Device) -> Iterator[int
 
 
 def quantities(
-    p: Problem, tile: Tile, tiles: int, parts: int, steps: int, step_bytes: float, device: Device
+    p: Problem, tile: Tile, parts: int, passed: int, of_all: int, step_bytes: float, device: Device
 ) -> tuple[float, ...]:
-    """Ideal microseconds of each of ``TERMS``. tiles: of C, as ``tiles_of``; steps: along all of K; step_bytes: loaded
-    from L2 in each. Products are those of a dense A.
+    """Ideal microseconds of each of ``TERMS``. passed: ``longest``; of_all: steps that all blocks of a multiprocessor
+    pass; step_bytes: loaded from L2 in each. Products are those of a dense A.
 
     launch, clusters (their barriers): constants. parts: their number. steps: those that a block passes one after the
     other, in microseconds of one each. C by stores: C, where the copy engine cannot write its lines.
     """
-    passed = longest(tiles, tile, parts, steps, device)
-    products = tile.resident * passed * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
-    loads = tile.resident * passed * load_us(step_bytes, device)
+    products = of_all * tile_us(tile.rows, tile.cols, DEPTH, TENSOR_16, device)
+    loads = of_all * load_us(step_bytes, device)
     several, size = parts > 1, itemsize(p.out_dtype)
     stored = memory_us(p.M * p.n * size, device) if size > 2 else unaligned_us(p, device)
     return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts), stored

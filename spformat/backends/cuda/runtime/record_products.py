@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ....arrays.dtypes import VALUE_TYPES
 from ....arrays.library import Array, ceil_div, round_up
-from ....products.ideal import b_alignment, memory_us
+from ....products.ideal import b_alignment, load_us, memory_us, stored_bytes
 from ....products.kernel import reasons
 from ....products.problem import COL, LINE, PITCH, ROW, Problem, itemsize, pitch_of
 from ....products.roofline import Device, device_of
@@ -144,10 +144,6 @@ class Tile(expanding.Tile):
         """Bytes of so many steps of B, and of the records beside them, of ``room`` bytes each."""
         return stages * self.stage + self.records(stages) * room
 
-    def loaded(self, room: int) -> float:
-        """Bytes that a step brings, of B and of records."""
-        return self.stage + self.rows // self.record_rows * room / self.record_steps
-
     def stages(self, room: int) -> int:
         """Steps in shared memory or on their way there, for records of ``room`` bytes; at least 2."""
         free = SHARED // self.resident - (2 << 10) - self.images
@@ -206,7 +202,7 @@ class RecordProducts(CudaKernel):
     """of the format, for the compile tests"""
     compiled_room: ClassVar[int]
     """``room_of`` their records."""
-    terms = (*expanding.TERMS, "column-major C", "second launch", "copy of B")
+    terms = (*expanding.TERMS, "steps of all blocks", "records", "column-major C", "second launch", "copy of B")
 
     def records(self, a: Any, p: Problem) -> Records | InMemory:
         """The records of a matrix, the same for every plan of it."""
@@ -238,14 +234,23 @@ class RecordProducts(CudaKernel):
         return (tile.extent,)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
-        """Ideal microseconds of each of ``terms``: those of ``expanding``, then of a column-major C and of the launch
-        that copies B."""
-        loaded = tile.loaded(self.expected_room(p))
-        tiles = self.tiles_of_c(p, tile)
-        own = expanding.quantities(p, tile, tiles, tile.parts, ceil_div(p.K, DEPTH), loaded, device)
+        """Ideal microseconds of each of ``terms``: those of ``expanding``, of the steps that all blocks of a
+        multiprocessor pass, which share what it can do in a time, and of the records that these load; then of a
+        column-major C and of the launch that copies B."""
+        tiles, steps = self.tiles_of_c(p, tile), ceil_div(p.K, DEPTH)
+        passed = expanding.longest(tiles, tile, tile.parts, steps, device)
+        of_all = expanding.of_all_blocks(tiles, tile.parts, steps, device)
+        own = expanding.quantities(p, tile, tile.parts, passed, of_all, tile.stage, device)
+        records = of_all * load_us(stored_bytes(p) * tile.rows / (p.M * steps), device)
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
-        return *own, column_major, *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)
+        return (
+            *own,
+            of_all,
+            records,
+            column_major,
+            *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device),
+        )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return self.prepared_with(a, p, self.best(p).tile)

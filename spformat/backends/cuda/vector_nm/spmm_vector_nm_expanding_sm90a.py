@@ -128,8 +128,8 @@ class SpmmVectorNMExpanding(CudaKernel):
         columns = t.cols if p.b_layout == COL else t.cols_loaded
         loaded = 2.0 * DEPTH * (t.rows * q["n"] / q["m"] + columns)
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
-        tiles = expanding.tiles_of(p, t)
-        own = expanding.quantities(p, t, tiles, tile.splits, steps_of(pattern(p)), loaded, device)
+        passed = expanding.longest(expanding.tiles_of(p, t), t, tile.splits, steps_of(pattern(p)), device)
+        own = expanding.quantities(p, t, tile.splits, passed, t.resident * passed, loaded, device)
         return *own, *expanding.copy_of_b_us(p, copied, device)
 
     def instances(self) -> tuple[str, ...]:
