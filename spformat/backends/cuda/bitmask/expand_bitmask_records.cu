@@ -1,43 +1,42 @@
 // The records of a Bitmask with 16-bit values (include/spformat/bitmask_records.cuh) as a dense matrix, every element written
 // once. sm_80 and later. Launcher: expand_bitmask_records.py.
 //
-//   records, starts    `steps` records a row tile of 16 rows, `count` in all
+//   records, starts    `steps` records for 16 rows
 //   x                  u16[M, ld], the result, zeros where no bit is set; columns K .. ld-1 become zeros
-//   room               bytes of the longest record, rounded up to 128
 //
-// One warp a record: the record comes to shared memory, each lane takes a value for each of its set bits, and the four lanes of
-// a row exchange words until each has whole units of 16 bytes. Aligned: rows of x start on 16 bytes.
+// A block of threads writes a run of records. In a warp, each lane takes a value for each of its set bits in one of them; then
+// the warp writes four rows of the run. Aligned: rows of x start on 16 bytes.
 #include "spformat/bitmask_fragments.cuh"
-#include "spformat/cp_async.cuh"
-#include "spformat/fragment_rows.cuh"
-#include "spformat/ldmatrix.cuh"
+#include "spformat/record_run.cuh"
 
 using namespace spformat;
 
-constexpr int WARPS = 8, LONGEST = (RECORD_VALUES + 2048) / 16;  // warps of a block; pieces of a record without zeros
+constexpr int WARPS = RecordRun::EACH, ROWS = 16;  // warps of a block, rows of a record
 
 template <bool Aligned>
 __global__ void __launch_bounds__(WARPS * 32)
-expand_bitmask_records(const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, i64 steps, i64 count, int room,
-                       u16* __restrict__ x, i64 ld) {
-    extern __shared__ __align__(128) unsigned char shared[];
+expand_bitmask_records(const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, u32 steps, u16* __restrict__ x,
+                       i64 ld) {
+    extern __shared__ __align__(16) unsigned char shared[];  // an image of ROWS rows, then records
+    unsigned char* const staged = shared + ROWS * IMAGE_PITCH;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const i64 number = static_cast<i64>(blockIdx.x) * WARPS + warp;
-    if (number >= count) return;
-    const u32 start = starts[number];
-    const int pieces = static_cast<int>(starts[number + 1] - start);
-    const u8* from = records + static_cast<u64>(start) * 16;
-    const u32 record = shared_address(shared) + warp * room;
-#pragma unroll
-    for (int i = 0; i < LONGEST; i += 32)
-        if (i + lane < pieces) cp_async_16(record + 16 * (i + lane), from + 16 * (i + lane));
-    cp_async_commit();
+    const RecordRun run(starts, steps);
+    run.copy(records, staged);
     cp_async_wait<0>();
-    __syncwarp();
-
-    u32 bits, groups[4], a[4][4];
-    load_head(record, lane, bits, groups);
-    take_record(a, record, bits, groups);
-
-    store_fragments<Aligned>(a, x, ld, number / steps * 16, number % steps * 64, M);
+    __syncthreads();
+    if (warp < run.count) {
+        const u32 record = shared_address(staged) + run.offset(warp);
+        u32 bits, groups[4], a[4][4];
+        load_head(record, lane, bits, groups);
+        take_record(a, record, bits, groups);
+        put_fragments(shared, a, 0, warp * RecordRun::COLUMNS);
+    }
+    __syncthreads();
+    const int columns = run.columns(ld);
+    const i64 row0 = static_cast<i64>(run.line) * ROWS;
+#pragma unroll
+    for (int i = 0; i < ROWS / WARPS; ++i) {
+        const int r = i * WARPS + warp;
+        if (row0 + r < M) write_row<Aligned>(x + (row0 + r) * ld + run.first * RecordRun::COLUMNS, shared + r * IMAGE_PITCH, columns);
+    }
 }

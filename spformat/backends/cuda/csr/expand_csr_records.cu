@@ -2,28 +2,41 @@
 // and later. Launcher: expand_csr_records.py.
 //
 //   records, starts    `steps` records for 64 rows
-//   parts              of all records, 16 rows each
 //   x                  u16[M, ld], the result, zeros where nothing is stored; columns K .. ld-1 become zeros
 //
-// One warp a part. Aligned: rows of x start on 16 bytes.
+// A block of threads writes a run of records. A warp puts 16 rows of one of them together, and writes four rows of the run.
+// Aligned: rows of x start on 16 bytes.
 #include "spformat/csr_records.cuh"
-#include "spformat/fragment_rows.cuh"
+#include "spformat/record_run.cuh"
 
 using namespace spformat;
 
-constexpr int WARPS = 8;  // of a block
+constexpr int WARPS = csr_records::PARTS * RecordRun::EACH;  // of a block
 
 template <bool Aligned>
 __global__ void __launch_bounds__(WARPS * 32)
-expand_csr_records(const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, i64 steps, i64 parts,
-                   u16* __restrict__ x, i64 ld) {
-    __shared__ __align__(16) unsigned char images[WARPS][csr_records::IMAGE];
-    const int warp = threadIdx.x / 32;
-    const i64 number = static_cast<i64>(blockIdx.x) * WARPS + warp, record = number / csr_records::PARTS;
-    if (number >= parts) return;
-    const int part = number % csr_records::PARTS;
+expand_csr_records(const u8* __restrict__ records, const u32* __restrict__ starts, i64 M, u32 steps, u16* __restrict__ x, i64 ld) {
+    extern __shared__ __align__(16) unsigned char shared[];  // images of WARPS parts, in their place then of rows; records
+    static_assert(WARPS * csr_records::IMAGE <= csr_records::ROWS * IMAGE_PITCH, "rows have the larger images");
+    unsigned char* const staged = shared + csr_records::ROWS * IMAGE_PITCH;
+    const int warp = threadIdx.x / 32, part = warp % csr_records::PARTS;
+    const u32 own = warp / csr_records::PARTS;
+    unsigned char* const image = shared + warp * csr_records::IMAGE;
+    const RecordRun run(starts, steps);
+    run.copy(records, staged);
+    csr_records::clear_image(image);
+    cp_async_wait<0>();
+    __syncthreads();
     u32 a[4][4];
-    csr_records::clear_image(images[warp]);
-    csr_records::take_part(a, records + static_cast<u64>(starts[record]) * 16, part, images[warp]);
-    store_fragments<Aligned>(a, x, ld, record / steps * csr_records::ROWS + part * 16, record % steps * csr_records::COLUMNS, M);
+    if (own < run.count) csr_records::take_part(a, staged + run.offset(own), part, image);
+    __syncthreads();
+    if (own < run.count) put_fragments(shared, a, part * 16, own * RecordRun::COLUMNS);
+    __syncthreads();
+    const int columns = run.columns(ld);
+    const i64 row0 = static_cast<i64>(run.line) * csr_records::ROWS;
+#pragma unroll
+    for (int i = 0; i < csr_records::ROWS / WARPS; ++i) {
+        const int r = i * WARPS + warp;
+        if (row0 + r < M) write_row<Aligned>(x + (row0 + r) * ld + run.first * RecordRun::COLUMNS, shared + r * IMAGE_PITCH, columns);
+    }
 }

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-
-from ....arrays.library import ceil_div
-from ..runtime import jit
-from ..runtime.expansion import UNIT, Target, Writer
-from ..runtime.launch import Bound, Launch
+from ..runtime import record_runs
+from ..runtime.expansion import Target, Writer
 from .csr_records import PARTS, Records
 
 SOURCE = "csr/expand_csr_records.cu"
-WARPS = 8
-"""Warps of a block; must match the kernel."""
+WARPS = PARTS * record_runs.EACH
+"""Warps of a block, one for each part of its records; must match the kernel."""
 
 
 def instances() -> tuple[str, ...]:
@@ -22,20 +18,7 @@ def instances() -> tuple[str, ...]:
 
 def writer(records: Records, target: Target) -> Writer:
     """The launches that write the matrix of ``records`` as a dense one."""
-    M, steps, parts = records.shape[0], records.steps, PARTS * records.count
-
-    @functools.cache
-    def launch(aligned: bool) -> Launch:
-        function = jit.load(SOURCE, _instance(aligned), *target)
-        return Launch(function, "PPqqqPq", (records.data, records.starts, M, steps, parts), WARPS * 32)
-
-    def launches(x: int, ld: int, stream: int) -> list[Bound]:
-        if not parts:
-            return []
-        aligned = x % UNIT == 0 and 2 * ld % UNIT == 0
-        return [launch(aligned).bind((ceil_div(parts, WARPS), 1, 1), stream, x, ld)]
-
-    return launches
+    return record_runs.writer(records, SOURCE, _instance, WARPS, target)
 
 
 def _instance(aligned: bool) -> str:

@@ -73,8 +73,10 @@ class ExpandThenDense(CudaKernel):
         return float(launches), memory_us(nbytes, device)
 
     def variant(self, p: Problem, tile: Any) -> tuple[str, ...]:
-        """By format: some are expanded by more launches than others."""
-        return (p.format,)
+        """By format, and by bits of values: some are expanded by more launches than others, and most of those with 16
+        bits from other arrays."""
+        bits = 8 * itemsize(p.a_dtype)
+        return f"{p.format}, {bits} bits", p.format
 
     def rest_us(self, p: Problem, tile: Any = None) -> float:
         """The product of the dense matrix."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 
+from ....arrays.library import ceil_div
 from ..runtime import jit
 from ..runtime.expansion import UNIT, Target, Writer
 from ..runtime.launch import Bound, Launch
 from .mma_fragments import Fragments
 
 SOURCE = "sr_bcrs/expand_sr_bcrs_slots.cu"
-THREADS = 128
-"""Must match the kernel."""
+THREADS, EACH = 256, 2
+"""Threads of a block, and records side by side that it writes; must match the kernel."""
 
 
 def instances() -> tuple[str, ...]:
@@ -26,10 +27,10 @@ def writer(slots: Fragments, target: Target) -> Writer:
     @functools.cache
     def launch(aligned: bool) -> Launch:
         function = jit.load(SOURCE, _instance(aligned), *target)
-        return Launch(function, "PPqqPq", (slots.first, slots.pieces, M, chunks), THREADS)
+        return Launch(function, "PPqiPq", (slots.first, slots.pieces, M, chunks), THREADS)
 
     def launches(x: int, ld: int, stream: int) -> list[Bound]:
-        blocks = slots.panels * chunks
+        blocks = slots.panels * ceil_div(chunks, EACH)
         if not blocks:
             return []
         return [launch(x % UNIT == 0 and 2 * ld % UNIT == 0).bind((blocks, 1, 1), stream, x, ld)]
