@@ -16,9 +16,11 @@ from stand_in_world import World
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends import vendor
 from spformat.backends.cuda.runtime import cublas, cublas_handle, scratch
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.vendor import CublasGemm, CusparseCSR
+from spformat.dispatch import select
 from spformat.errors import DeviceError, DeviceFault
 from spformat.products.problem import COL, Problem
 
@@ -226,3 +228,34 @@ def test_sums_of_dense_products_are_float32_on_a_gpu(dtype: str) -> None:
                 a = sf.convert(x.astype(kind), fmt).to("cuda")
                 for b in (B, cp.asfortranarray(B)):
                     assert (sf.spmm(a, b, backend=backend).get() == wanted).all(), (fmt, M, K, n)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"n": 43}, "N to be a multiple of 8, got 43"),
+        ({"n": 48, "b_alignment": 4}, "lines of B and C that start on 16 bytes, got 4"),
+        ({"n": 48, "out_alignment": 2}, "lines of B and C that start on 16 bytes, got 2"),
+        ({"M": 3064}, "M is not"),
+    ],
+)
+def test_cusparselt_refuses_what_the_library_does(
+    changes: dict[str, Any], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vendor, "_has_nvmath", lambda: True)
+    p = Problem.product("two-four", (), 3072, 768, 48, 3072 * 384, *["float16"] * 3, "row", "row", "cuda", 90)
+    kernel = vendor.CusparseLt()
+    assert not kernel.unsupported(p)
+    assert part in " ".join(kernel.unsupported(p.changed(**changes)))
+
+
+def test_cusparselt_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vendor, "_has_nvmath", lambda: True)
+    monkeypatch.setattr(vendor.CusparseLt, "expected_us", lambda *_: 0.1)
+    p = Problem.product("two-four", (), 3072, 768, 48, 3072 * 384, *["float16"] * 3, "row", "row", "cuda", 90)
+    with select.of_any_machine():
+        assert select.ask(p).chosen != "vendor.cusparselt"
+        (said,) = (str(a) for a in select.ask(p).answers if a.kernel == "vendor.cusparselt")
+        assert "two more copies of A" in said
+        assert "backend='vendor.cusparselt'" in said
+        assert select.ask(p, "vendor.cusparselt").chosen == "vendor.cusparselt"

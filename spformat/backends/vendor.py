@@ -16,7 +16,7 @@ from ..errors import DeviceError
 from ..products import ideal
 from ..products.kernel import Kernel, reasons, spmm_of
 from ..products.plan import Plan
-from ..products.problem import COL, Problem, itemsize
+from ..products.problem import COL, LINE, Problem, itemsize
 from ..products.roofline import TENSOR_16, Device, epilogue_us
 from .cuda.csr.csr_records import instead_of_arrays
 from .cuda.dense.gemm_times import Gemm
@@ -179,14 +179,22 @@ class CusparseLt(CudaKernel):
         self.search = search
 
     def unsupported(self, p: Problem) -> list[str]:
-        """Row-major out; every extent a multiple of 8, as the library demands of 16-bit types."""
+        """Extents and lines that are no multiples of 16 bytes, as the library demands of 16-bit types."""
         odd = [name for name, size in (("M", p.M), ("K", p.K)) if size % 16]
+        lines = min(ideal.b_alignment(p), ideal.out_alignment(p))
         return reasons(
             (not _has_nvmath(),
              "nvmath-python is not installed: pip install 'spformat[cusparselt13]' (or cusparselt12)"),
             (bool(odd), f"cuSPARSELt needs M and K to be multiples of 16, {' and '.join(odd)} is not"),
+            (p.n % 8, f"cuSPARSELt needs N to be a multiple of 8, got {p.n}"),
+            (lines < LINE, f"cuSPARSELt needs lines of B and C that start on {LINE} bytes, got {lines}"),
             (p.out_dtype != p.a_dtype, f"out.dtype must equal a.dtype ({p.a_dtype}), got {p.out_dtype}"),
         ) + library_reasons(p, ("float16", "bfloat16"), 80)  # fmt: skip
+
+    def only_by_name(self, p: Problem) -> str:
+        """Its plans keep A as a dense matrix and in the library's own order, and run other numbers of columns only if
+        these are multiples of 8."""
+        return "it would keep two more copies of A, one of them dense"
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         """Decodes A once and compresses it. One plan of the library is kept for each N and leading dimension."""

@@ -1,4 +1,4 @@
-"""Matrices in records as dense matrices: a block of threads for each run of records.  See include/spformat/record_run.cuh."""
+"""Matrices in records as dense matrices, a block of threads for each run of records: see record_run.cuh."""
 
 from __future__ import annotations
 
