@@ -109,6 +109,19 @@ def parts_of(tiles: int, tile: Tile, steps: int, device: Device) -> Iterator[int
             yield parts
 
 
+def rest_of(tiles: int, tile: Tile, device: Device) -> int:
+    """Of so many ``tiles`` of C those that are left when as many as run at one time have run, once or more often."""
+    at_once = device.clusters(1, tile.resident)
+    return tiles % at_once if tiles > at_once else 0
+
+
+def rest_parts(tiles: int, tile: Tile, steps: int, device: Device) -> int:
+    """In how many parts of K the tiles of ``rest_of`` run at one time; 1 if that is not worth considering."""
+    left = rest_of(tiles, tile, device)
+    fitting = [parts for parts in PARTS[: max(1, steps)] if left <= device.clusters(parts, tile.resident)]
+    return max(fitting, default=1) if left else 1
+
+
 def quantities(
     p: Problem, tile: Tile, parts: int, passed: int, of_all: int, step_bytes: float, device: Device
 ) -> tuple[float, ...]:

@@ -104,6 +104,9 @@ class Tile(expanding.Tile):
     """``parts`` blocks of a cluster have a part of K each."""
 
     parts: int = 1
+    rest_parts: int = 1
+    """The same for the tiles of C that are left when as many as run at one time have run (``expanding.rest_of``): a
+    launch of their own, which begins as multiprocessors become free."""
     record_rows: int = WARP_ROWS
     """Rows of a record."""
     record_steps: int = 1
@@ -163,13 +166,18 @@ class Tile(expanding.Tile):
         return self.barriers(room) + 16 * stages + (4 * self.records(stages) if self.notes else 0)
 
     def __str__(self) -> str:
-        return f"{self.extent}" + (f" parts {self.parts}" if self.parts > 1 else "")
+        parts = f" parts {self.parts}" if self.parts > 1 else ""
+        return self.extent + parts + (f" rest in parts {self.rest_parts}" if self.rest_parts > 1 else "")
 
 
 def tiles_of(**records: Any) -> tuple[Tile, ...]:
-    """The tiles of a kernel with every number of parts of K. records: what a ``Tile`` says about its records."""
-    some = (Tile(*extent, **records) for extent in EXTENTS)
-    return tuple(replace(tile, parts=parts) for tile in some for parts in expanding.PARTS)
+    """The tiles of a kernel with every number of parts of K, of all tiles or of those that are left.
+
+    records: what a ``Tile`` says about its records.
+    """
+    some = [Tile(*extent, **records) for extent in EXTENTS]
+    whole = tuple(replace(tile, parts=parts) for tile in some for parts in expanding.PARTS)
+    return whole + tuple(replace(tile, rest_parts=parts) for tile in some for parts in expanding.PARTS if parts > 1)
 
 
 def room_of(longest: int) -> int:
@@ -223,11 +231,21 @@ class RecordProducts(CudaKernel):
     def options(self, p: Problem) -> Iterable[Tile]:
         """Tiles between a quarter of C's width and twice of it.
 
-        Numbers of parts of K as long as each shortens the way of a block along K.
+        Numbers of parts of K as long as each shortens the way of a block along K; for the tiles that are left, as many
+        as can be, if all tiles take the same time.
         """
         steps, device = ceil_div(p.K, DEPTH), device_of(p)
-        some = [t for t in self.tiles_for(p) if expanding.wide_enough(t.cols, p.n)]
-        return [t for t in some if t.parts in expanding.parts_of(self.tiles_of_c(p, t), t, steps, device)]
+        for t in self.tiles_for(p):
+            if not expanding.wide_enough(t.cols, p.n):
+                continue
+            tiles = self.tiles_of_c(p, t)
+            if t.rest_parts > 1:
+                alike = tiles == expanding.tiles_of(p, t)
+                wanted = alike and t.rest_parts == expanding.rest_parts(tiles, t, steps, device)
+            else:
+                wanted = t.parts in expanding.parts_of(tiles, t, steps, device)
+            if wanted:
+                yield t
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""
@@ -238,45 +256,50 @@ class RecordProducts(CudaKernel):
         multiprocessor pass, which share what it can do in a time, and of the records that these load; then of a
         column-major C and of the launch that copies B."""
         tiles, steps = self.tiles_of_c(p, tile), ceil_div(p.K, DEPTH)
-        passed = expanding.longest(tiles, tile, tile.parts, steps, device)
-        of_all = expanding.of_all_blocks(tiles, tile.parts, steps, device)
-        own = expanding.quantities(p, tile, tile.parts, passed, of_all, tile.stage, device)
+        left = expanding.rest_of(tiles, tile, device) if tile.rest_parts > 1 else 0
+        passed = expanding.longest(tiles - left, tile, tile.parts, steps, device)
+        of_all = expanding.of_all_blocks(tiles - left, tile.parts, steps, device)
+        if left:
+            passed += expanding.longest(left, tile, tile.rest_parts, steps, device)
+            of_all += expanding.of_all_blocks(left, tile.rest_parts, steps, device)
+        launch, *own = expanding.quantities(
+            p, tile, max(tile.parts, tile.rest_parts), passed, of_all, tile.stage, device
+        )
         records = of_all * load_us(stored_bytes(p) * tile.rows / (p.M * steps), device)
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
-        return (
-            *own,
-            of_all,
-            records,
-            column_major,
-            *expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device),
-        )
+        launches = 2 * launch if left else launch  # the second starts and ends like the first
+        copied = expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)
+        return launches, *own, of_all, records, column_major, *copied
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
         return self.prepared_with(a, p, self.best(p).tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
-        records = self.records(a, p)
-        room = room_of(records.longest)
-        row_tiles, smem = ceil_div(p.M, tile.rows), tile.smem(room)
-        steps = ceil_div(p.K, DEPTH)
-        own = tile.record_steps * ceil_div(ceil_div(steps, tile.record_steps), tile.parts)
+        records, device, room_for_b = self.records(a, p), device_of(p), Scratch()
+        room, steps = room_of(records.longest), ceil_div(p.K, DEPTH)
         listed = records.filled is not None
         filled = records.filled if listed else ceil_div(p.M, tile.record_rows)
-        shape = Extents(
-            p.M, p.K, steps, own, row_tiles, filled, listed, room,
-            tile.stages_end(room), tile.barriers(room),
-        )  # fmt: skip
-        fixed = (shape, records.data, records.starts)
-        room_for_b = Scratch()
+        in_parts = replace(tile, parts=tile.rest_parts, rest_parts=1)
 
         @functools.cache
-        def variant(b_col: bool, c_col: bool) -> tuple[Problem, Launch]:
+        def variant(of: Tile, b_col: bool, c_col: bool) -> tuple[Problem, Launch]:
             q = p.changed(b_layout=COL if b_col else ROW, out_layout=COL if c_col else ROW)
-            arch = jit.architecture(p.sm or 90, ARCHS)
-            function = jit.load(self.source, self.instance(tile, room, q), arch, p.device_id, smem)
-            return q, Launch(function, (Extents, *"PP", *expanding.TAIL), fixed, tile.threads, smem, waits=True)
+            own = of.record_steps * ceil_div(ceil_div(steps, of.record_steps), of.parts)
+            shape = Extents(
+                p.M, p.K, steps, own, ceil_div(p.M, of.rows), filled, listed, room,
+                of.stages_end(room), of.barriers(room),
+            )  # fmt: skip
+            arch, smem = jit.architecture(p.sm or 90, ARCHS), of.smem(room)
+            function = jit.load(self.source, self.instance(of, room, q), arch, p.device_id, smem)
+            fixed = (shape, records.data, records.starts)
+            return q, Launch(function, (Extents, *"PP", *expanding.TAIL, "i"), fixed, of.threads, smem, waits=True)
+
+        def launch(of: Tile, o: Operands, b_col: bool, c_col: bool, b: int, ldb: int, tiles: range) -> Bound:
+            q, own = variant(of, b_col, c_col)
+            rest = expanding.tail(o, q, of, of.parts, b, ldb, b_col)
+            return own.bind((len(tiles) * of.parts, 1, 1), o.stream, *rest, tiles.start)
 
         @functools.cache
         def copy(layout: str) -> Copy:
@@ -289,18 +312,23 @@ class RecordProducts(CudaKernel):
                 b_col, c_col = b_col or o.ldb == 1, c_col or o.ldc == 1
                 ldb, ldc = round_up(p.K, PITCH) if b_col else o.ldb, round_up(p.M, PITCH) if c_col else o.ldc
                 o = o._replace(ldb=ldb, ldc=ldc)
-            q, launch = variant(b_col, c_col)
             b, ldb = o.b, o.ldb
             if not tensor_map.aligned(b, ldb, 2):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
                 ldb = pitch_of(along, 2)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
-                calls = [copy(q.b_layout)(o.stream, o.b, b, o.n, o.ldb, ldb)]
-            rest = expanding.tail(o, q, tile, tile.parts, b, ldb, b_col)
-            return [*calls, launch.bind(expanding.grid(o, q, tile, tile.parts), o.stream, *rest)]
+                calls = [copy(COL if b_col else ROW)(o.stream, o.b, b, o.n, o.ldb, ldb)]
+            tiles = expanding.grid(o, p, tile, 1)[0]
+            whole = tiles - (expanding.rest_of(tiles, tile, device) if tile.rest_parts > 1 else 0)
+            calls.append(launch(replace(tile, rest_parts=1), o, b_col, c_col, b, ldb, range(whole)))
+            if whole < tiles:
+                calls.append(launch(in_parts, o, b_col, c_col, b, ldb, range(whole, tiles)))
+            return calls
 
         vector = p.n == 1
-        variant(vector or p.b_layout == COL, vector or p.out_layout == COL)  # compile it now, another when it is needed
+        for of in {replace(tile, rest_parts=1), in_parts} if tile.rest_parts > 1 else {tile}:
+            # Compile it now, another when it is needed.
+            variant(of, vector or p.b_layout == COL, vector or p.out_layout == COL)
         return Prepared(prepare, str(tile))
 
     def instances(self) -> tuple[str, ...]:

@@ -11,10 +11,13 @@
 // A zero times an infinite value of B is NaN, which does not belong into C: sums that are not finite are computed again over the
 // stored elements.
 //
-// Grid: x = row tiles * column tiles * Parts: first the tiles of lines that have records, then the others, in both row tiles faster
-// than column tiles. Parts blocks, a cluster, multiply a tile of C, each a part of K. Block: WG warpgroups that multiply 64 rows x
-// BN columns each, and one warp that loads, STAGES steps ahead. In wide tiles that warp has a warpgroup of its own, which hands its
+// Grid: x = tiles * Parts, from tile first_tile on. Tiles are numbered by row, then by column: first those of lines that have records,
+// then the others. Parts blocks, a cluster, multiply a tile of C, each a part of K. Block: WG warpgroups that multiply 64 rows x BN
+// columns each, and one warp that loads, STAGES steps ahead. In wide tiles that warp has a warpgroup of its own, which hands its
 // registers over to the others.
+//
+// first_tile > 0: the launch before this one multiplies the tiles before, of the same operands. Nothing that it writes is read
+// here, so that this launch does not wait for it until its own tiles are stored; then the next launch need wait for this one only.
 #pragma once
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
@@ -53,7 +56,8 @@ template <int STAGES, int STEPS> constexpr int records_at_once = STEPS == 1 ? ST
 template <class Records, class T, class Out, int WG, int BN, int STAGES, int Parts, bool Ahead, bool BCol, bool CCol>
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
                                                  const u32* __restrict__ starts, const TensorMap& b_map, const T* __restrict__ B,
-                                                 i64 b_k, i64 b_n, const TensorMap& c_map, int by_copies, Out* C, int N, i64 ldc) {
+                                                 i64 b_k, i64 b_n, const TensorMap& c_map, int by_copies, Out* C, int N, i64 ldc,
+                                                 int first_tile) {
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
     constexpr int RECORDS = ROWS / Records::ROWS, SHARERS = Records::ROWS / 16;  // records of a step; warps that read the same one
@@ -69,7 +73,7 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     const int part = blockIdx.x % Parts;
     // Row tiles, and tiles, that have records: these come first. A single division, because divisions take long.
     const int busy_rows = cdiv(s.filled, RECORDS), busy = busy_rows * cdiv(N, BN);
-    const int tile = blockIdx.x / Parts, idle = tile >= busy ? 1 : 0;
+    const int tile = first_tile + blockIdx.x / Parts, idle = tile >= busy ? 1 : 0;
     const int of_kind = tile - idle * busy, rows = idle ? s.row_tiles - busy_rows : busy_rows, column = of_kind / rows;
     const int m0 = (idle * busy_rows + of_kind - column * rows) * ROWS, n0 = column * BN;
     const int line0 = m0 / Records::ROWS, records_here = max(0, min(RECORDS, s.filled - line0));
@@ -80,7 +84,8 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, arrivals), barrier::init(empty + 8 * i, 128 * WG);
         barrier::fence_init();
     }
-    wait_for_launch_before();
+    if (first_tile == 0)
+        wait_for_launch_before();
     let_next_launch_begin();
     __syncthreads();
 
@@ -152,6 +157,7 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
             return stored ? Records::template stored_only<T>(records, starts, s.steps, at, B + n * b_n, b_k) : 0.0f;
         });
     });
+    if (first_tile > 0) wait_for_launch_before();
 }
 
 }  // namespace spformat::expanding
