@@ -1,8 +1,8 @@
 """Products of this version against an earlier one: python benchmarks/earlier_products.py --earlier v0.1.0 --kernels A,B
 
 Both packages run in one process (``earlier.py``). Layers of models are drawn as for calibrations (``spformat bench
---calibrate``), in the formats of the kernels. For each product and kernel both versions run the tile that they choose,
-in turn, the dense product beside them, with cold L2, and every result is checked. Prints how many times as fast as the
+--calibrate``), in the formats of the kernels, or in those that are named: then both versions run the kernel that they
+choose. For each product and kernel they run the tile that they choose, in turn, the dense product beside them, with cold L2, and every result is checked. Prints how many times as fast as the
 earlier version this one is, and both over dense: geometric mean and worst, by kernel, layout and number of columns.
 
 ``--jobs`` processes compile the kernels first: what they leave in CuPy's cache is not compiled again.
@@ -40,25 +40,32 @@ class Row(NamedTuple):
     """One product by one kernel, in microseconds."""
 
     kernel: str
+    """Or the format, if each version chose a kernel."""
     name: str
     n: int
     torch: bool
     """Whether both operands are column-major, or vectors."""
     tiles: tuple[str, str]
+    """With the kernels, if these were chosen."""
     earlier: float
     now: float
     dense: float
 
 
-def products(seed: int, kernels: Sequence[str], columns: tuple[int, int]) -> Iterator[tuple[Any, Any, Any, str]]:
-    """Without end: a matrix, B and C of a product, and the name of a kernel for its format."""
+def products(
+    seed: int, kernels: Sequence[str], formats: Sequence[str], columns: tuple[int, int]
+) -> Iterator[tuple[Any, Any, Any, str]]:
+    """Without end: a matrix, B and C of a product, and the name of a kernel for its format.
+
+    Without kernels of products in ``formats``, with an empty name.
+    """
     import cupy as cp
 
     known = {k.name: k for k in KERNELS}
-    formats = {f for name in kernels for f in known[name].formats}
+    formats = formats or sorted({f for name in kernels for f in known[name].formats})
     bins = calibration_cases.clipped(calibration_cases.FINE_BINS, *columns)
-    for number, spec in enumerate(calibration_cases.draw(seed, "cuda", WIDTHS, sorted(formats), bins)):
-        takes = [name for name in kernels if spec.format in known[name].formats]
+    for number, spec in enumerate(calibration_cases.draw(seed, "cuda", WIDTHS, formats, bins)):
+        takes = [name for name in kernels if spec.format in known[name].formats] or [""]
         if spec.dtype == "float32":
             continue
         a = calibration_cases.build(spec, cp, number)
@@ -73,7 +80,7 @@ def plans(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> list[
     dense, params, each = a.to_dense(), a.params(), []
     for sf in packages:
         try:
-            each.append(sf.plan(sf.convert(dense, a.name, **params), B=B, out=C, backend=kernel))
+            each.append(sf.plan(sf.convert(dense, a.name, **params), B=B, out=C, backend=kernel or None))
         except sf.errors.SpformatError as e:  # of this package or of the earlier one
             raise SpformatError(str(e)) from e
     return each
@@ -93,8 +100,17 @@ def measured(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> Ro
         raise RuntimeError(f"{name}, N = {B.shape[1]}: {', '.join(wrong)} wrong by {kernel}")
     (dense,) = (r.cold_us for label, r in results.items() if label not in labels)
     torch = B.shape[1] == 1 or (B.flags.f_contiguous and C.flags.f_contiguous)
-    tiles = (both[0].tile, both[1].tile)
-    return Row(kernel, name, B.shape[1], torch, tiles, results["earlier"].cold_us, results["now"].cold_us, dense)
+    then, now = (p.tile if kernel else f"{p.kernel} {p.tile}".strip() for p in both)
+    return Row(
+        kernel or a.name,
+        name,
+        B.shape[1],
+        torch,
+        (then, now),
+        results["earlier"].cold_us,
+        results["now"].cold_us,
+        dense,
+    )
 
 
 def until(seconds: float, work: Iterator[tuple[Any, Any, Any, str]], each: Callable[..., Any]) -> Iterator[Any]:
@@ -110,7 +126,7 @@ def until(seconds: float, work: Iterator[tuple[Any, Any, Any, str]], each: Calla
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """A table in Markdown: all, then by kernel, layout and number of columns."""
+    """A table in Markdown: all, then by kernel or format, layout and number of columns."""
     groups: list[tuple[str, list[Row]]] = [("all", list(rows))]
     groups += [(k, [r for r in rows if r.kernel == k]) for k in dict.fromkeys(r.kernel for r in rows)]
     groups += [("torch's layout", [r for r in rows if r.torch]), ("other layouts", [r for r in rows if not r.torch])]
@@ -126,6 +142,11 @@ def summary(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def drawn() -> list[str]:
+    """The formats that matrices are drawn in."""
+    return sorted({kind[0] for kind in calibration_cases.KINDS})
+
+
 def ends(argument: str) -> tuple[int, int]:
     """The least and the largest number of columns, as 1-512."""
     least, dash, most = argument.partition("-")
@@ -138,7 +159,11 @@ def main() -> None:
     about, _, rest = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(description=about, epilog=rest)
     parser.add_argument("--earlier", required=True, metavar="COMMIT", help="of this repository, or a folder")
-    parser.add_argument("--kernels", required=True, help="comma-separated")
+    chosen = parser.add_mutually_exclusive_group(required=True)
+    chosen.add_argument("--kernels", help="comma-separated")
+    chosen.add_argument(
+        "--formats", help="comma-separated: each version chooses a kernel for products in these formats"
+    )
     parser.add_argument("--columns", type=ends, default=(1, 4096), metavar="LEAST-MOST")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=90.0)
@@ -146,9 +171,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compile-only", nargs=2, help=argparse.SUPPRESS)  # the number of this process, and of all
     options = parser.parse_args()
-    kernels, known = options.kernels.split(","), {k.name for k in KERNELS}
-    if unknown := set(kernels) - known:
-        parser.error(f"no kernel is called {', '.join(sorted(unknown))}")
+    kernels, formats = (text.split(",") if text else [] for text in (options.kernels, options.formats))
+    for what, unknown in ("kernel", set(kernels) - {k.name for k in KERNELS}), ("format", set(formats) - set(drawn())):
+        if unknown:
+            parser.error(f"no {what} is called {', '.join(sorted(unknown))}")
     with tempfile.TemporaryDirectory() as scratch:
         # The processes that compile use the folder of the first one, as its path is part of what CuPy's cache looks up.
         folder = Path(options.earlier) if options.compile_only else Path(scratch)
@@ -157,7 +183,7 @@ def main() -> None:
             packages = (__import__("spformat_earlier"), spformat)
         else:
             packages = (earlier_package(options.earlier, folder), spformat)
-        work = products(options.seed, kernels, options.columns)
+        work = products(options.seed, kernels, formats, options.columns)
         if options.compile_only:
             number, of = map(int, options.compile_only)
             mine = itertools.islice(work, number, None, of)

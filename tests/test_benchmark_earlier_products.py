@@ -44,6 +44,8 @@ def test_products_that_a_version_refuses_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [(("--kernels", "cuda.spmm_csr,cuda.nobody"), "no kernel is called cuda.nobody"),
+     (("--formats", "csr,nothing"), "no format is called nothing"),
+     (("--formats", "csr", "--kernels", "cuda.spmm_csr"), "not allowed with argument"),
      (("--kernels", "cuda.spmm_csr", "--columns", "8"), "expected numbers of columns like 1-512, got 8")],
 )  # fmt: skip
 def test_what_is_refused(
