@@ -1,9 +1,10 @@
 """Products of this version against an earlier one: python benchmarks/earlier_products.py --earlier v0.1.0 --kernels A,B
 
 Both packages run in one process (``earlier.py``). Layers of models are drawn as for calibrations (``spformat bench
---calibrate``), in the formats of the kernels, or in those that are named: then both versions run the kernel that they
-choose. For each product and kernel they run the tile that they choose, in turn, the dense product beside them, with cold L2, and every result is checked. Prints how many times as fast as the
-earlier version this one is, and both over dense: geometric mean and worst, by kernel, layout and number of columns.
+--calibrate``), in the formats of the kernels; for each product and kernel both versions run the tile that they choose.
+With ``--formats`` instead of ``--kernels`` both run the kernel that they choose. They run in turn, the dense product
+beside them, with cold L2, and every result is checked. Prints how many times as fast as the earlier version this one
+is, and both over dense: geometric mean and worst, by kernel or format, layout and number of columns.
 
 ``--jobs`` processes compile the kernels first: what they leave in CuPy's cache is not compiled again.
 """
