@@ -180,6 +180,15 @@ def tiles_of(**records: Any) -> tuple[Tile, ...]:
     return whole + tuple(replace(tile, rest_parts=parts) for tile in some for parts in expanding.PARTS if parts > 1)
 
 
+@functools.lru_cache(maxsize=64)
+def _by_extent(tiles: tuple[Tile, ...]) -> tuple[tuple[tuple[Tile, ...], tuple[Tile, ...]], ...]:
+    """By extent: the tiles whose parts of K are of all tiles, one part first, and those where they are of the rest."""
+    extents: dict[str, tuple[list[Tile], list[Tile]]] = {}
+    for t in tiles:
+        extents.setdefault(t.extent, ([], []))[t.rest_parts > 1].append(t)
+    return tuple((tuple(whole), tuple(rests)) for whole, rests in extents.values())
+
+
 def room_of(longest: int) -> int:
     """Bytes of shared memory for records of up to ``longest`` bytes, so that what follows starts on a row of banks."""
     return 128 * ceil_div(max(1, longest), 128)
@@ -235,17 +244,20 @@ class RecordProducts(CudaKernel):
         as can be, if all tiles take the same time.
         """
         steps, device = ceil_div(p.K, DEPTH), device_of(p)
-        for t in self.tiles_for(p):
-            if not expanding.wide_enough(t.cols, p.n):
+        for whole, rests in _by_extent(self.tiles_for(p)):
+            if not expanding.wide_enough(whole[0].cols, p.n):
                 continue
-            tiles = self.tiles_of_c(p, t)
-            if t.rest_parts > 1:
-                alike = tiles == expanding.tiles_of(p, t)
-                wanted = alike and t.rest_parts == expanding.rest_parts(tiles, t, steps, device)
-            else:
-                wanted = t.parts in expanding.parts_of(tiles, t, steps, device)
-            if wanted:
-                yield t
+            parts: dict[int, tuple[int, ...]] = {}  # by tiles of C
+            for t in whole:
+                tiles = self.tiles_of_c(p, t)
+                if tiles not in parts:
+                    parts[tiles] = tuple(expanding.parts_of(tiles, t, steps, device))
+                if t.parts in parts[tiles]:
+                    yield t
+            tiles = expanding.tiles_of(p, whole[0])
+            if tiles == self.tiles_of_c(p, whole[0]):
+                wanted = expanding.rest_parts(tiles, whole[0], steps, device)
+                yield from (t for t in rests if t.rest_parts == wanted)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By columns of the tile, whatever the number of parts."""
