@@ -17,6 +17,8 @@ from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.bitmask import bitmask_records
 from spformat.backends.cuda.bitmask.spmm_bitmask_tc import SpmmBitmaskTensor, Tile, choose
 from spformat.backends.cuda.runtime.record_products import room_of
+from spformat.formats import Bitmask
+from spformat.products import rates
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit
 
@@ -38,6 +40,17 @@ def test_chosen_tiles_fit(n: int, sms: int) -> None:
         assert t.warps <= 28, where
         assert t.parts == 1 or t.ranges < 16, where  # one named barrier each, and barrier 0
         assert -(-M // t.rows) <= sms * max(1, -(-M // (128 * sms))), where  # as few rounds as 128 rows a block allow
+
+
+@pytest.mark.parametrize("layouts", [("col", "col"), ("row", "row")])
+def test_few_columns_have_constants_of_their_own(layouts: tuple[str, str]) -> None:
+    kernel = SpmmBitmaskTensor()
+    p = problem(Bitmask.from_dense(np.ones((64, 64), np.float16)), 24, "float16", layouts, 90)
+    known = rates.constants(kernel.name, kernel.terms, p)
+    assert known
+    few, more = (kernel.variant(p.changed(n=n), kernel.best(p).tile) for n in (16, 24))
+    assert (few[0], *more) == (f"{more[0]}, to 16 columns", *few[1:])
+    assert known.of(few)[0] < known.of(more)[0]
 
 
 def test_records_are_counted_in_32_bits() -> None:

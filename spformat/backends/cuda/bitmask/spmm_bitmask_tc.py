@@ -19,6 +19,8 @@ from .bitmask_records import expected_room
 from .bitmask_slices import STEP, TERMS, bitmask_quantities, bitmask_reasons, bitmask_variant
 
 SOURCE = "bitmask/spmm_bitmask_tc.cu"
+FEW = 16
+"""Columns up to which expected times have constants of their own."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,9 @@ class SpmmBitmaskTensor(CudaKernel):
         return (choose(p.M, p.n, expected_room(p), device_of(p).processors, shared_limit(p.sm)),)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
-        return bitmask_variant(p)
+        """As for the other kernels; with few columns constants of their own."""
+        names = bitmask_variant(p)
+        return (*(f"{name}, to {FEW} columns" for name in names if p.n <= FEW), *names)
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         return bitmask_quantities(p, tile.rows, tile.cols, device)
