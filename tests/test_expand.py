@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from spformat.backends.cuda.dense import expand_then_dense
 from spformat.backends.cuda.dense.expand_then_dense import OPERATIONS, ExpandThenDense
 from spformat.backends.cuda.ell_buckets import expand_ell_buckets
 from spformat.backends.cuda.ell_buckets.expand_ell_buckets import derived_bytes, slots_by_row
-from spformat.backends.cuda.runtime import cublas, cublas_handle, row_images
+from spformat.backends.cuda.runtime import cublas, cublas_handle, jit, record_runs, row_images
 from spformat.backends.cuda.runtime.expansion import leading_dimension
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.backends.cuda.sr_bcrs import expand_sr_bcrs
@@ -58,6 +59,17 @@ def test_images_of_rows_cover_the_matrix_once_and_fit() -> None:
         assert (cut.tasks // cut.segments - 1) * cut.rows < M <= cut.tasks // cut.segments * cut.rows
         assert cut.tasks <= cut.blocks * row_images.WARPS
         assert cut.segments == 1 or cut.width * itemsize % 16 == 0
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(16 + 64 * 64 * 4, 64), (144 + 2048, 16)])
+def test_runs_of_records_fit_every_device(longest: int, rows: int) -> None:
+    """Records without zeros: no device of sm_80 or later has less than 99 KB for a block. Pitch and records of a run
+    are those of the headers."""
+    text = (jit.INCLUDE / "spformat" / "dense_rows.cuh").read_text()
+    columns = int(re.findall(r"IMAGE_COLUMNS = (\d+);", text)[0])
+    assert f"IMAGE_PITCH = IMAGE_COLUMNS * 2 + {record_runs.PITCH - 2 * columns};" in text
+    assert record_runs.EACH == columns // 64
+    assert rows * record_runs.PITCH + record_runs.EACH * longest <= 99 << 10
 
 
 def test_segments_of_a_bitmask_cover_a_row() -> None:
