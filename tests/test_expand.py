@@ -68,7 +68,7 @@ def test_runs_of_records_fit_every_device(longest: int, rows: int) -> None:
     text = (jit.INCLUDE / "spformat" / "dense_rows.cuh").read_text()
     columns = int(re.findall(r"IMAGE_COLUMNS = (\d+);", text)[0])
     assert f"IMAGE_PITCH = IMAGE_COLUMNS * 2 + {record_runs.PITCH - 2 * columns};" in text
-    assert record_runs.EACH == columns // 64
+    assert columns // 64 == record_runs.EACH
     assert rows * record_runs.PITCH + record_runs.EACH * longest <= 99 << 10
 
 
