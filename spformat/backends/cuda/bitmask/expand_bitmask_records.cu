@@ -32,11 +32,5 @@ expand_bitmask_records(const u8* __restrict__ records, const u32* __restrict__ s
         put_fragments(shared, a, 0, warp * RecordRun::COLUMNS);
     }
     __syncthreads();
-    const int columns = run.columns(ld);
-    const i64 row0 = static_cast<i64>(run.line) * ROWS;
-#pragma unroll
-    for (int i = 0; i < ROWS / WARPS; ++i) {
-        const int r = i * WARPS + warp;
-        if (row0 + r < M) write_row<Aligned>(x + (row0 + r) * ld + run.first * RecordRun::COLUMNS, shared + r * IMAGE_PITCH, columns);
-    }
+    run.write_rows<Aligned, ROWS, WARPS>(x, shared, M, ld);
 }

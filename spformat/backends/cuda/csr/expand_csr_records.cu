@@ -32,11 +32,5 @@ expand_csr_records(const u8* __restrict__ records, const u32* __restrict__ start
     __syncthreads();
     if (own < run.count) put_fragments(shared, a, part * 16, own * RecordRun::COLUMNS);
     __syncthreads();
-    const int columns = run.columns(ld);
-    const i64 row0 = static_cast<i64>(run.line) * csr_records::ROWS;
-#pragma unroll
-    for (int i = 0; i < csr_records::ROWS / WARPS; ++i) {
-        const int r = i * WARPS + warp;
-        if (row0 + r < M) write_row<Aligned>(x + (row0 + r) * ld + run.first * RecordRun::COLUMNS, shared + r * IMAGE_PITCH, columns);
-    }
+    run.write_rows<Aligned, csr_records::ROWS, WARPS>(x, shared, M, ld);
 }

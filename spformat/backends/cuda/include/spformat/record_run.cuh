@@ -29,10 +29,17 @@ struct RecordRun {
     }
     // Bytes between the first record and record k.
     __device__ __forceinline__ u32 offset(u32 k) const { return (starts[k] - begin) * 16; }
-    // Columns of these records in rows of ld elements.
-    __device__ __forceinline__ int columns(i64 ld) const {
-        const i64 left = ld - static_cast<i64>(first) * COLUMNS, own = count * COLUMNS;
-        return static_cast<int>(left < own ? left : own);
+    // The rows of these records, ROWS of a line, from their image to x, as far as x [M, ld] has them. All WARPS warps of the block
+    // call it. Aligned: rows of x start on 16 bytes.
+    template <bool Aligned, int ROWS, int WARPS>
+    __device__ __forceinline__ void write_rows(u16* x, const unsigned char* image, i64 M, i64 ld) const {
+        const i64 left = ld - static_cast<i64>(first) * COLUMNS, own = count * COLUMNS, row0 = static_cast<i64>(line) * ROWS;
+        const int columns = static_cast<int>(left < own ? left : own), warp = threadIdx.x / 32;
+#pragma unroll
+        for (int i = 0; i < ROWS / WARPS; ++i) {
+            const int r = i * WARPS + warp;
+            if (row0 + r < M) write_row<Aligned>(x + (row0 + r) * ld + first * COLUMNS, image + r * IMAGE_PITCH, columns);
+        }
     }
 };
 
