@@ -102,16 +102,8 @@ def measured(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> Ro
     (dense,) = (r.cold_us for label, r in results.items() if label not in labels)
     torch = B.shape[1] == 1 or (B.flags.f_contiguous and C.flags.f_contiguous)
     then, now = (p.tile if kernel else f"{p.kernel} {p.tile}".strip() for p in both)
-    return Row(
-        kernel or a.name,
-        name,
-        B.shape[1],
-        torch,
-        (then, now),
-        results["earlier"].cold_us,
-        results["now"].cold_us,
-        dense,
-    )
+    us = (results[label].cold_us for label in labels)
+    return Row(kernel or a.name, name, B.shape[1], torch, (then, now), *us, dense)
 
 
 def until(seconds: float, work: Iterator[tuple[Any, Any, Any, str]], each: Callable[..., Any]) -> Iterator[Any]:

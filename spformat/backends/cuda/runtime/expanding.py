@@ -74,9 +74,9 @@ def wide_enough(cols: int, n: int) -> bool:
     return min(n, 256) <= 4 * cols < 8 * max(n, 16)
 
 
-def tiles_of(p: Problem, tile: Tile) -> int:
-    """Tiles of C."""
-    return ceil_div(p.M, tile.rows) * ceil_div(p.n, tile.cols)
+def tiles_of(p: Problem, tile: Tile, n: int | None = None) -> int:
+    """Tiles of C; n: of so many columns instead of those of ``p``."""
+    return ceil_div(p.M, tile.rows) * ceil_div(p.n if n is None else n, tile.cols)
 
 
 def longest(tiles: int, tile: Tile, parts: int, steps: int, device: Device) -> int:
@@ -145,7 +145,7 @@ def copy_of_b_us(p: Problem, copied: bool, device: Device) -> tuple[float, float
 
 def grid(o: Operands, p: Problem, tile: Tile, parts: int) -> tuple[int, int, int]:
     """The blocks of a product."""
-    return ceil_div(p.M, tile.rows) * ceil_div(o.n, tile.cols) * parts, 1, 1
+    return tiles_of(p, tile, o.n) * parts, 1, 1
 
 
 def tail(o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_col: bool) -> tuple[Any, ...]:

@@ -310,8 +310,8 @@ class RecordProducts(CudaKernel):
 
         def launch(of: Tile, o: Operands, b_col: bool, c_col: bool, b: int, ldb: int, tiles: range) -> Bound:
             q, own = variant(of, b_col, c_col)
-            rest = expanding.tail(o, q, of, of.parts, b, ldb, b_col)
-            return own.bind((len(tiles) * of.parts, 1, 1), o.stream, *rest, tiles.start)
+            tail = expanding.tail(o, q, of, of.parts, b, ldb, b_col)
+            return own.bind((len(tiles) * of.parts, 1, 1), o.stream, *tail, tiles.start)
 
         @functools.cache
         def copy(layout: str) -> Copy:
@@ -330,7 +330,7 @@ class RecordProducts(CudaKernel):
                 ldb = pitch_of(along, 2)
                 b = room_for_b.buffer(o.stream, lines * ldb * 2)
                 calls = [copy(COL if b_col else ROW)(o.stream, o.b, b, o.n, o.ldb, ldb)]
-            tiles = expanding.grid(o, p, tile, 1)[0]
+            tiles = expanding.tiles_of(p, tile, o.n)
             whole = tiles - (expanding.rest_of(tiles, tile, device) if tile.rest_parts > 1 else 0)
             calls.append(launch(replace(tile, rest_parts=1), o, b_col, c_col, b, ldb, range(whole)))
             if whole < tiles:
