@@ -248,16 +248,30 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
     def validate(self) -> Self:
         """Scan all contents, memory safety first; sets the validated mark and returns self.
 
+        Called again after arrays were written in place, it also forgets what products derived from the old contents.
+
         Raises PointerError, IndexBoundsError, OrderError or PatternError for the first offender, with
-        fields array, index, value, expected and count.
+        fields array, index, value, expected and count; the matrix is then not marked as validated.
         """
+        again = self._marked
+        try:
+            self.scan_contents()
+        except BaseException:
+            object.__setattr__(self, "_marked", False)
+            self.forget_derived()
+            raise
+        if again:
+            self.forget_derived()
+        object.__setattr__(self, "_marked", True)
+        return self
+
+    def scan_contents(self) -> None:
+        """``validate()`` without the mark."""
         me = self.restored()
         with current_device(me.values):
             if not me.quick_check():
                 me.check_memory()
                 me.check_canonical()
-        object.__setattr__(self, "_marked", True)
-        return self
 
     @property
     def is_validated(self) -> bool:

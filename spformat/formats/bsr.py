@@ -74,7 +74,8 @@ class BSR(BlockHooks, Format):
         return rows_of(self.indptr, self.nnzb)
 
     def row_range(self, first: int, last: int) -> BSR:
-        """Rows first .. last-1 of a valid matrix; UsageError if they cut a block."""
+        """Rows first .. last-1; UsageError if they cut a block. Validates a matrix that is not marked as validated."""
+        self.ensure_valid()  # the result is marked
         R = self.blocksize[0]
         if first % R or (last % R and last != self.shape[0]):
             message = f"bsr: rows {first}:{last} cut a block of {R} rows; use multiples of {R}, or to_scipy()"

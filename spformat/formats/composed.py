@@ -165,8 +165,8 @@ class Composed(Format):
         object.__setattr__(out, "_marked", self.is_validated)
         return out
 
-    def validate(self) -> Self:
-        """Scan all contents, part by part, then how they combine; sets the validated mark and returns self.
+    def scan_contents(self) -> None:
+        """Validate part by part, then scan how they combine.
 
         Raises what the format of a part raises, the name of the part before it, and what the combination raises.
         """
@@ -175,7 +175,7 @@ class Composed(Format):
                 p.validate()
             except FormatError as e:
                 raise _of_part(e, self.name, name) from None
-        return Format.validate(self)
+        Format.scan_contents(self)  # super() is lost when slots=True remakes the class
 
     def in_order(self) -> Self:
         """Valid, with the indices of every part sorted where its format can hold them in any order."""

@@ -80,7 +80,8 @@ class COO(Items, Format):
         return out
 
     def without_zeros(self) -> COO:
-        """The same matrix without its stored zeros; itself when there are none."""
+        """The same matrix without its stored zeros; itself when there are none. Validates it first."""
+        self.ensure_valid()  # the result is marked
         keep = nonzero_mask(self.data)
         if bool(keep.all()):  # synchronize!
             return self

@@ -68,13 +68,15 @@ class CSC(Items, Format):
         scans.increasing_in_segments(self, "indptr", "indices", hint, segments="column")
 
     def transposed_csr(self) -> CSR:
-        """The transpose [K, M] as a CSR that shares the arrays of this valid matrix."""
+        """The transpose [K, M] as a CSR that shares the arrays of this matrix, which is validated first."""
+        self.ensure_valid()  # the result is marked
         M, K = self.shape
         return CSR.trusted(shape=(K, M), indptr=self.indptr, indices=self.indices, data=self.data)
 
     @classmethod
     def of_transposed(cls, t: CSR) -> Self:
-        """The matrix whose transpose is the valid CSR ``t``; the arrays are shared."""
+        """The matrix whose transpose is the CSR ``t``, which is validated first; the arrays are shared."""
+        t.ensure_valid()  # the result is marked
         return cls.trusted(shape=t.shape[::-1], indptr=t.indptr, indices=t.indices, data=t.data)
 
     @classmethod

@@ -62,7 +62,8 @@ class CSR(Items, Format):
         return rows_of(self.indptr, self.nnz)
 
     def row_range(self, first: int, last: int) -> CSR:
-        """Rows first .. last-1 of a valid matrix."""
+        """Rows first .. last-1. Validates a matrix that is not marked as validated."""
+        self.ensure_valid()  # the result is marked
         lo, hi = int(self.indptr[first]), int(self.indptr[last])  # synchronize!
         return CSR.trusted(
             shape=(last - first, self.shape[1]),
@@ -142,12 +143,14 @@ class CSR(Items, Format):
         return out
 
     def without_zeros(self) -> CSR:
-        """The same matrix without its stored zeros; itself when there are none."""
+        """The same matrix without its stored zeros; itself when there are none. Validates it first."""
+        self.ensure_valid()  # the result is marked
         keep = nonzero_mask(self.data)
         return self if bool(keep.all()) else self.only(keep)  # synchronize!
 
     def only(self, keep: Array) -> CSR:
-        """The items of a valid matrix for which ``keep`` bool[nnz] is True, each with its bits."""
+        """The items for which ``keep`` bool[nnz] is True, each with its bits. Validates the matrix first."""
+        self.ensure_valid()  # the result is marked
         kept_before = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
         indptr = kept_before[self.indptr]
         nnz = int(indptr[-1])  # synchronize!
@@ -175,10 +178,11 @@ class CSR(Items, Format):
         )
 
     def transposed(self) -> CSR:
-        """The transpose [K, M] of this valid matrix as an ordered CSR, every stored item with its bits; O(nnz).
+        """The transpose [K, M] as an ordered CSR, every stored item with its bits; O(nnz). Validates the matrix first.
 
         A stable sort by column does it: rows ascend inside a column, because they do here.
         """
+        self.ensure_valid()  # the result is marked
         M, K = self.shape
         direct: CSR | None = edges.take(self.name, edges.TRANSPOSED, self, {}, self.data)
         if direct is not None:

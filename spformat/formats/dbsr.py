@@ -85,7 +85,8 @@ class DBSR(BlockHooks, Format):
 
     @classmethod
     def from_bsr(cls, b: BSR) -> Self:
-        """The same blocks with the empty block rows left out; O(Mb)."""
+        """The same blocks with the empty block rows left out; O(Mb). Validates ``b`` first."""
+        b.ensure_valid()  # the result is marked
         xp = namespace(b.data)
         nonempty = xp.flatnonzero(b.indptr[1:] > b.indptr[:-1])  # synchronize!
         indptr = xp.zeros(nonempty.size + 1, b.indptr.dtype)

@@ -192,7 +192,8 @@ def value_field_of(cls: Any) -> str:
 def parse_shape(name: str, shape: Any, rank: int = 2) -> tuple[int, int]:
     """(M, K) as ints in 0 .. 2^48-1; as many sizes as the format has dimensions (``Format.rank``)."""
     try:
-        sizes = tuple(map(plain_int, shape))
+        given = tuple(shape)  # digits in a text are ints in parameters only
+        sizes = () if any(isinstance(n, str) for n in given) else tuple(map(plain_int, given))
     except (TypeError, ValueError):
         sizes = ()
     if len(sizes) != rank or min(sizes) < 0 or max(sizes) > MAX_DIMENSION:
@@ -226,6 +227,12 @@ def array_problems(
         a = arrays[d.name]
         if not isinstance(a, np.ndarray) and not is_cupy(a):
             problems.append((d.name, f"{d.name}: expected a numpy or CuPy array, got {type(a).__name__}"))
+            continue
+        if type(a) is not np.ndarray and isinstance(
+            a, (np.ma.MaskedArray, np.matrix)
+        ):  # scans would skip what is masked
+            text = f"{d.name}: expected a plain array, got {type(a).__name__}; use .filled(0) or np.asarray(..)"
+            problems.append((d.name, text))
             continue
         devices[d.name] = device_of(a)
         shape = a.shape

@@ -68,7 +68,7 @@ def from_scipy(x: Any, *, dtype: Any = None) -> Format:
     if len(x.shape) != 2:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     c = x if x.format in ("csr", "csc", "coo", "bsr") else x.tocsr()
-    data = c.data if dtype is None else rounded(c.data, dtype)  # a.astype(..) of scipy sums duplicates
+    data = rounded(c.data, np.dtype(x.dtype) if dtype is None else dtype)  # a.astype(..) of scipy sums duplicates
     if c.format == "bsr":
         return from_blocks(x.shape, c.indptr, c.indices, data)
     if c.format == "coo":  # its tocsr() sums
@@ -102,9 +102,14 @@ def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Ar
     """COO of items in any order. IndexBoundsError, or OrderError for an element that is stored twice."""
     narrow = {}
     for key, name, index, size in (("row", "row", rows, shape[0]), ("col", "column", cols, shape[1])):
-        if index.size and not 0 <= int(index.min()) <= int(index.max()) < size:  # synchronize!
-            got = f"{index.min()} .. {index.max()}"
-            raise IndexBoundsError(f"coo: expected {name} indices in 0 .. {size - 1}, got {got}", array=key)
+        outside = scans.first_true((index < 0) | (index >= size)) if index.size else None  # synchronize!
+        if outside:
+            (at, count), expected = outside, f"a {name} index in 0 .. {size - 1}"
+            value, more = int(index[at]), f" ({count} such)" if count > 1 else ""
+            raise IndexBoundsError(
+                f"coo: {key}[{at}]: expected {expected}, got {value}{more}",
+                array=key, index=at, value=value, expected=expected, count=count,
+            )  # fmt: skip
         narrow[key] = index.astype(index_dtype(size - 1))
     a = COO(shape=shape, **narrow, data=data)
     try:

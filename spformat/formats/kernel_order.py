@@ -126,6 +126,14 @@ class KernelOrdered:
                 _drop(known())
         return order
 
+    def forget_derived(self) -> None:
+        """Drop all plans, and what kernels derived from the arrays: these may have been written in place. Arrays in
+        kernel order have not: each that is read is a new one."""
+        me: Any = self
+        me._plans.clear()
+        if not self.in_kernel_order:
+            me._kernel_arrays.clear()
+
     def keep_arrays(self) -> None:
         """From now on orders of kernels are kept beside the arrays of the matrix and its parts: for arrays whose memory
         others keep, so that nothing would be freed, or that somebody recognises by their addresses."""

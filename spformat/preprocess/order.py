@@ -44,13 +44,14 @@ def inverse(row_order: Array) -> Array:
 
 
 def permute_rows(a: CSR, row_order: Array) -> CSR:
-    """The matrix whose row i is row ``row_order[i]`` of ``a``; every item keeps its bits. O(M + nnz).
+    """The matrix whose row i is row ``row_order[i]`` of ``a``, every item with its bits; O(M + nnz). Validates ``a``.
 
     UsageError unless ``row_order`` is on the device of ``a`` and holds each of 0 .. M-1 once.
     """
     if namespace(row_order) is not namespace(a.indptr):
         raise UsageError(f"row_order: expected an array on {a.device}, as the matrix")
     _check_permutation(row_order, a.shape[0])
+    a.ensure_valid()  # the result is marked
     indptr = pointer(row_lengths(a)[row_order], a.nnz)
     rows = rows_of(indptr, a.nnz)
     item = a.indptr[row_order[rows]] + rank_in_row(indptr, rows)
