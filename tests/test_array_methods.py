@@ -70,6 +70,28 @@ def test_products_from_both_sides(target: str) -> None:
     assert np.array_equal(a.T.dot(left.T), x.T @ left.T)
 
 
+def test_sums_of_more_rows_or_columns_than_fit_in_memory() -> None:
+    """They were counted by numpy, whose MemoryError is no refusal."""
+    wide = sf.CSR(
+        shape=(1, 2**40), indptr=np.array([0, 1], np.int32), indices=np.array([3]), data=np.ones(1, np.float32)
+    )
+    tall = sf.CSC(
+        shape=(2**40, 1), indptr=np.array([0, 1], np.int32), indices=np.array([3]), data=np.ones(1, np.float32)
+    )
+    for a, axis in ((wide, 0), (wide, -2), (tall, 1), (tall, -1)):
+        with pytest.raises(sf.errors.LimitError, match="1,099,511,627,776 sums: 8,796,093,022,208 bytes requested"):
+            a.sum(axis)
+    assert (wide.sum(), wide.sum(1).tolist()) == (1.0, [1.0])
+    assert (tall.sum(), tall.sum(0).tolist()) == (1.0, [1.0])
+    a = sf.convert(dense(), "csr")
+    with sf.limits.using(memory=8 * 127), pytest.raises(sf.errors.LimitError, match="sum: 128 sums"):
+        a.sum(0)
+    with sf.limits.using(memory=8 * 127):
+        assert a.sum(1).shape == (64,)
+    with sf.limits.using(memory=8 * 63), pytest.raises(sf.errors.LimitError, match="sum: 64 sums"):
+        a.sum(1)
+
+
 def test_rows_of_csr_and_bsr() -> None:
     x = dense()
     for a in (sf.convert(x, "csr"), sf.convert(x, "bsr", blocksize=16)):
