@@ -226,7 +226,12 @@ def run(operation: str, A: Any, *dense: Any, out: Any = None, backend: str | Non
 
 
 def backend_name(backend: str | None = None) -> str | None:
-    """The backend or kernel that a call names, else that of the ``use_backend`` block, else SPFORMAT_BACKEND."""
+    """The backend or kernel that a call names, else that of the ``use_backend`` block, else SPFORMAT_BACKEND.
+
+    UsageError for anything but text and None.
+    """
+    if backend is not None and not isinstance(backend, str):
+        named(backend)  # raises: it may be nothing that a dict takes, or false
     return backend or default_backend() or os.environ.get("SPFORMAT_BACKEND")
 
 
