@@ -133,6 +133,20 @@ def test_convert_takes_what_people_type() -> None:
                     sf.convert(given, f"{target}{',' if ':' in target else ':'}{name}=1")
 
 
+@pytest.mark.parametrize("ragged", [[[1.0, 2.0], [3.0]], [[1, 2], 3], [[1.0, [2.0]]], ([1.0], [1.0, 2.0])])
+def test_lists_of_different_lengths(ragged: Any) -> None:
+    a = sf.convert(dense(), "csr")
+    for call in (
+        lambda: sf.convert(ragged, "csr"),
+        lambda: sf.convert(ragged, "csr", dtype="float32"),
+        lambda: sf.stack([ragged, ragged], "csr"),
+        lambda: sf.spmm(ragged, np.ones((2, 1))),
+        lambda: sf.spmm(a, ragged),
+    ):
+        with pytest.raises(sf.errors.UsageError, match=r"array: expected a matrix \[M, K\] as a list of rows"):
+            call()
+
+
 @pytest.mark.parametrize("name", ["data", "shape", "anything"])
 def test_setting_an_attribute_says_that_it_is_frozen(name: str) -> None:
     a: Any = sf.convert(dense(), "csr")

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import Array, is_cupy, unmasked
+from ..arrays.library import Array, array_of, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
@@ -159,7 +159,7 @@ def _rounded(x: Any, dtype: Any) -> Format:
     if hasattr(x, "tocsr") and hasattr(x, "format"):
         return from_scipy(x, dtype=kind)
     if isinstance(x, (list, tuple)) or (hasattr(x, "__array__") and not hasattr(x, "__cuda_array_interface__")):
-        x = np.asarray(unmasked(x))
+        x = array_of(unmasked(x))
     if isinstance(x, np.ndarray) or is_cupy(x):
         x = rounded(x, kind)
     return as_format(x).astype(kind)
