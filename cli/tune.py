@@ -83,7 +83,7 @@ def _print(rows: list[tuple[str, Tuned]]) -> None:
             together([str(sum(bool(trial.us) for trial in r.trials)) for r in results]),
         )  # fmt: skip
     console().print(t)
-    devices = dict.fromkeys(f"{r.device}, measured {r.date}" for _, r in rows)
+    devices = dict.fromkeys(f"{r.where}, measured {r.date}" for _, r in rows)
     console().print(f"{counted(groups)}; on {'; '.join(devices)}; the times are sums over the columns of B")
 
 

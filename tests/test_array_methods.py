@@ -70,6 +70,28 @@ def test_products_from_both_sides(target: str) -> None:
     assert np.array_equal(a.T.dot(left.T), x.T @ left.T)
 
 
+def test_sums_of_more_rows_or_columns_than_fit_in_memory() -> None:
+    """They were counted by numpy, whose MemoryError is no refusal."""
+    wide = sf.CSR(
+        shape=(1, 2**40), indptr=np.array([0, 1], np.int32), indices=np.array([3]), data=np.ones(1, np.float32)
+    )
+    tall = sf.CSC(
+        shape=(2**40, 1), indptr=np.array([0, 1], np.int32), indices=np.array([3]), data=np.ones(1, np.float32)
+    )
+    for a, axis in ((wide, 0), (wide, -2), (tall, 1), (tall, -1)):
+        with pytest.raises(sf.errors.LimitError, match="1,099,511,627,776 sums: 8,796,093,022,208 bytes requested"):
+            a.sum(axis)
+    assert (wide.sum(), wide.sum(1).tolist()) == (1.0, [1.0])
+    assert (tall.sum(), tall.sum(0).tolist()) == (1.0, [1.0])
+    a = sf.convert(dense(), "csr")
+    with sf.limits.using(memory=8 * 127), pytest.raises(sf.errors.LimitError, match="sum: 128 sums"):
+        a.sum(0)
+    with sf.limits.using(memory=8 * 127):
+        assert a.sum(1).shape == (64,)
+    with sf.limits.using(memory=8 * 63), pytest.raises(sf.errors.LimitError, match="sum: 64 sums"):
+        a.sum(1)
+
+
 def test_rows_of_csr_and_bsr() -> None:
     x = dense()
     for a in (sf.convert(x, "csr"), sf.convert(x, "bsr", blocksize=16)):
@@ -109,6 +131,20 @@ def test_convert_takes_what_people_type() -> None:
             for target in ("csr", "bitmask", "bsr:blocksize=2"):
                 with pytest.raises(sf.errors.UsageError, match=f"unknown parameter '{name}'"):
                     sf.convert(given, f"{target}{',' if ':' in target else ':'}{name}=1")
+
+
+@pytest.mark.parametrize("ragged", [[[1.0, 2.0], [3.0]], [[1, 2], 3], [[1.0, [2.0]]], ([1.0], [1.0, 2.0])])
+def test_lists_of_different_lengths(ragged: Any) -> None:
+    a = sf.convert(dense(), "csr")
+    for call in (
+        lambda: sf.convert(ragged, "csr"),
+        lambda: sf.convert(ragged, "csr", dtype="float32"),
+        lambda: sf.stack([ragged, ragged], "csr"),
+        lambda: sf.spmm(ragged, np.ones((2, 1))),
+        lambda: sf.spmm(a, ragged),
+    ):
+        with pytest.raises(sf.errors.UsageError, match=r"array: expected a matrix \[M, K\] as a list of rows"):
+            call()
 
 
 @pytest.mark.parametrize("name", ["data", "shape", "anything"])

@@ -164,6 +164,19 @@ def test_the_same_bytes_in_any_order(tmp_path: Path, fmt: type[Format]) -> None:
     assert first == (tmp_path / "4").read_bytes()
 
 
+@pytest.mark.parametrize("metadata", [{None: "x"}, {1: "x"}, {("a",): "x"}, ["a"], [1], 3, "text"], ids=repr)
+def test_metadata_that_is_no_text(tmp_path: Path, metadata: Any) -> None:
+    x = np.eye(4, dtype=np.float32)
+    for call in (
+        lambda: save(tmp_path / "w", {"w": x}, metadata=metadata),
+        lambda: save_dense(tmp_path / "w", {"w": x}, metadata=metadata),
+        lambda: create(tmp_path / "w", [outline("w", x)], metadata=metadata),
+    ):
+        with pytest.raises(UsageError, match=r"metadata: expected (\{name: text\}|names that are text), got "):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
 def test_golden_bytes(tmp_path: Path) -> None:
     # Container version 1 as released: if this changes, the version must change.
     w = CSR(shape=(2, 3), indptr=np.int32([0, 1, 2]), indices=np.int32([2, 0]), data=np.float32([1.5, -2]))

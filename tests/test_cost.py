@@ -119,8 +119,17 @@ def test_any_format_has_bounds() -> None:
         assert "bound by launch" in str(c)
     with pytest.raises(sf.errors.UsageError, match="expected one of H200, H100, A100"):
         cost.estimate(a, 32, device="T4")
-    with pytest.raises(sf.errors.UsageError, match="at least 0, got -1"):
-        cost.estimate(a, -1)
+    for n in (-1, "x", None, [4], 4.0):
+        with pytest.raises(sf.errors.UsageError, match="n: expected a number of columns, got ") as refused:
+            cost.estimate(a, n)
+        assert str(refused.value).endswith(f"got {n!r}")
+
+
+@pytest.mark.parametrize("n", [np.int64(4), np.uint8(4), np.array(4)], ids=lambda n: str(n.dtype))
+def test_numbers_of_columns_of_numpy(n: Any) -> None:
+    """numpy's ints have no ``bit_length``, and the narrow ones overflowed."""
+    a = sf.convert(np.eye(512, 1024, dtype=np.float16), "csr")
+    assert cost.estimate(a, n) == cost.estimate(a, 4)
 
 
 def test_a_transposed_product_reads_and_writes_as_many_rows_as_it_has() -> None:

@@ -17,6 +17,7 @@ import spformat as sf
 from spformat import backends
 from spformat.arrays.library import span
 from spformat.dispatch import select
+from spformat.dispatch.api import run
 from spformat.products import rates
 from spformat.products.plan import MemoryOf, Plan
 from spformat.products.problem import Problem, result_dtype
@@ -87,6 +88,28 @@ def test_the_trace_lists_every_kernel_with_reasons() -> None:
     text = str(e)
     assert "use .to('cuda')" in text or "move them with .to('cuda')" in text
     assert text.index("cpu.spmm_csr: accepted") < text.index("reference.spmm: accepted")
+
+
+@pytest.mark.parametrize("name", [3, 0, True, b"cpu", ["cpu"], ("cpu",), {}])
+def test_what_is_no_name_of_a_backend(name: Any) -> None:
+    a, x = sf.convert(np.eye(8, dtype=np.float32), "csr"), np.eye(8, 4, dtype=np.float32)
+
+    def within_a_block() -> None:
+        with sf.use_backend(name):
+            sf.spmm(a, x)
+
+    for call in (
+        lambda: sf.spmm(a, x, backend=name),
+        lambda: sf.linear(x.T, a, backend=name),
+        lambda: sf.plan(a, backend=name),
+        lambda: sf.explain(a, backend=name),
+        lambda: sf.recommend(a, backend=name),
+        lambda: run("spmm", a, x, backend=name),
+        within_a_block,
+    ):
+        with pytest.raises(sf.errors.UsageError, match="backend: expected the name of a backend or kernel") as refused:
+            call()
+        assert repr(name) in str(refused.value)
 
 
 def test_a_named_backend_never_falls_back() -> None:

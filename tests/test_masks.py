@@ -130,6 +130,16 @@ def test_norms_of_huge_float64_do_not_overflow() -> None:
     np.testing.assert_array_equal(masks.magnitude_vector_nm(tiny, 1, 2, 1), [[False, True, True, False]])
 
 
+def test_how_far_below_the_largest_float64_is_ranked() -> None:
+    """The limits that the docstring of ``masks`` states: one scale for the matrix, whose largest value is in row 1."""
+    for largest in (1.0, 1.99, 1e100):
+        for norm, share in (("l2", 1e-153), ("l1", 1e-200), ("l1", 1e-306)):
+            w = np.array([[0.0, 0.0, 0.9 * share, share], [1.0, 0.0, 0.0, 0.0]]) * largest
+            wanted = [[False, False, False, True], [True, False, False, False]]
+            np.testing.assert_array_equal(masks.magnitude_vector_nm(w, 1, 4, 1, norm=norm), wanted)
+            np.testing.assert_array_equal(masks.magnitude_blocks(w, (1, 1), 0.75, norm=norm), wanted)
+
+
 def test_apply_keeps_bits_and_writes_plus_zero() -> None:
     w = np.array([[-0.0, -1.0, np.nan, -2.0]], np.float32)
     w.view(np.uint32)[0, 2] = 0x7FC00123  # a NaN with a payload

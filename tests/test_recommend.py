@@ -254,6 +254,8 @@ def test_what_is_refused() -> None:
         ({"objective": "speed"}, "objective: expected one of time, bytes, resident, got 'speed'"),
         ({"n": 0}, "at least 1"), ({"n": []}, "at least 1"), ({"n": ["a"]}, "expected a number of columns"),
         ({"backend": "gpu"}, "unknown backend"), ({"more": ["bsrr"]}, "unknown format"),
+        *(({"more": m}, "more: expected several format texts, as more=['bsr:blocksize=64x64'], got " + repr(m))
+          for m in ([3], 3, None, [None, "csr"], "csr", b"csr")),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=re.escape(message)):
             sf.recommend(x, **wrong)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse as sp
 
 import spformat as sf
-from spformat.errors import OrderError, UsageError
+from spformat.errors import OrderError, StructureError, UsageError
 
 X = np.array([[3, 0, -4], [0, 100, 0]], np.int8)
 NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -57,6 +58,32 @@ def test_values_that_a_type_cannot_hold(values: list[Any], dtype: str, message: 
             with pytest.raises(UsageError, match=message):
                 sf.convert(x, name).astype(dtype)
     assert np.array_equal(x, np.array([values]), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [None, *NARROW, "float32", "float64"])
+@pytest.mark.parametrize("x", [
+    np.array([["NaT", "2020-01-01"]], "M8[D]"), np.array([["NaT", 3]], "m8[D]"), np.array([["NaT"]], "m8"),
+    np.array([[None, 1.0]], object), np.array([[1.0]], object), np.array([[10**400]], object),
+    np.array([[1j]], object), np.zeros((1, 2), [("a", "f4")]), np.zeros((1, 2), [("a", "f4"), ("b", "f4")]),
+    np.array([["1", "2"]]), np.array([["x"]]), np.array([[b""]]), np.zeros((1, 2), "V4"),
+], ids=lambda x: str(x.dtype))  # fmt: skip
+def test_what_is_no_number_is_refused_with_and_without_a_type(x: np.ndarray[Any, Any], dtype: str | None) -> None:
+    """A43: NaT became -9.2e18, None NaN and "1" 1.0; others left numpy's own errors."""
+    for target in ("csr", "dense"):
+        with pytest.raises(StructureError, match="are not representable") as refused:
+            sf.convert(x, target, dtype=dtype)
+        assert (refused.value.unit, refused.value.found) == ("dtype", str(x.dtype))
+        assert str(x.dtype) in str(refused.value)
+        assert "convert(" not in str(refused.value)  # dtype= is no way out
+    with pytest.raises(StructureError, match="are not representable"):
+        sf.stack([x], "csr", dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float8_e4m3", "int4"])
+def test_numbers_of_ml_dtypes_are_rounded(name: str) -> None:
+    x = np.array([[1, 2, 4]], getattr(ml_dtypes, name))
+    assert sf.convert(x, "csr", dtype="float32").to_dense().tolist() == [[1, 2, 4]]
+    assert sf.convert(x, "dense", dtype="int8").to_dense().tolist() == [[1, 2, 4]]
 
 
 def test_infinities_nan_and_tiny_values_are_rounded() -> None:

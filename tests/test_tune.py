@@ -185,3 +185,26 @@ def test_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sf.spmm(a, np.ones((8, 2), np.float32)).sum() == 16
     assert tune.tune(a, n=1, seconds=0.1, most=1).trials
     assert not Path("~").exists()
+
+
+def test_results_of_a_named_backend_are_for_calls_with_that_backend(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a slower backend measured was given to calls that name none, and the other way round."""
+    with sf.use_backend("reference"):
+        slow = sf.tune(matrix(), 16, seconds=0.01)
+    usual = sf.tune(matrix(), 16, seconds=0.01)
+    assert not usual.remembered
+    assert (slow.backend, usual.backend) == ("reference", "")
+    assert slow.key == f"{usual.key}, backend=reference"
+    assert usual.key.endswith(f"row, {usual.device}, {usual.version}")  # as before: what files have stays valid
+    assert tune.remembered() == {slow.key: slow, usual.key: usual}
+    assert f"on {slow.device} by reference:" in str(slow)
+    monkeypatch.setenv("SPFORMAT_BACKEND", "reference")
+    assert sf.tune(matrix(), 16, seconds=0.01) == replace(slow, remembered=True)
+    monkeypatch.delenv("SPFORMAT_BACKEND")
+    assert sf.tune(matrix(), 16, seconds=0.01) == replace(usual, remembered=True)
+    tree = usual.to_json()
+    del tree["backend"]  # a file of an earlier version
+    (folder / "tuned.json").write_text(json.dumps({"results": [tree]}))
+    assert sf.tune(matrix(), 16, seconds=0.01) == replace(usual, remembered=True)

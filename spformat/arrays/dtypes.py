@@ -102,6 +102,11 @@ def value_type(dtype: Any) -> ValueType:
     return row
 
 
+def is_real(dtype: np.dtype[Any]) -> bool:
+    """Whether it is a boolean, integer or floating-point type, of numpy or ml_dtypes."""
+    return dtype.kind in "biuf" or np.can_cast(dtype, np.float64)  # types of ml_dtypes have the kind "V", as records
+
+
 def largest_finite(dtype: Any) -> int:
     """The bits of the largest finite value. The next larger integer is infinity (NaN in a type without infinity)."""
     row = value_type(dtype)

@@ -95,6 +95,17 @@ def unmasked(x: Array) -> Array:
     return x
 
 
+def array_of(x: Any) -> Array:
+    """A nested list, or an object with ``__array__``, as a numpy array; UsageError for lists of different lengths."""
+    try:
+        return np.asarray(x)
+    except ValueError as e:
+        if not isinstance(x, (list, tuple)):
+            raise
+        expected = "a matrix [M, K] as a list of rows, each a list of K numbers"
+        raise UsageError(f"array: expected {expected}, got lists that are no array ({e!s:.120})") from None
+
+
 def device_of(x: Array) -> str:
     """ "cpu" or "cuda:<id>"."""
     return f"cuda:{x.device.id}" if is_cupy(x) else "cpu"

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
-from .dtypes import value_type
+from ..errors import StructureError, UsageError
+from .dtypes import is_real, value_type
 from .library import Array, namespace
 from .scans import chunks
 
@@ -37,13 +37,18 @@ def rounded(x: Array, dtype: Any) -> Array:
     """``x`` of any shape and of a boolean or real type, rounded to the value type ``dtype``; itself if it has it.
 
     UsageError for a value that is beyond the type, for one that int8 does not hold exactly, and for complex values,
-    whose imaginary parts would be lost; it says how many there are, and names the first.
+    whose imaginary parts would be lost; it says how many there are, and names the first. StructureError for arrays of
+    anything but numbers: objects, text, dates, durations, records.
     """
     row = value_type(dtype)
     if x.dtype == row.numpy:
         return x
     if x.dtype.kind == "c":
         raise UsageError(f"dtype: complex values do not fit {row.name}; use x.real or abs(x)")
+    if not is_real(x.dtype):
+        what = f"values of dtype {x.dtype} are not representable in {row.name}"
+        fix = "use booleans, integers or floats, as by x.astype('float64') if each of them is a number"
+        raise StructureError(f"dtype: {what}; {fix}", unit="dtype", found=str(x.dtype))
     if np.can_cast(x.dtype, row.numpy):  # it holds every value of the other type
         return x.astype(row.numpy)
     with np.errstate(all="ignore"):

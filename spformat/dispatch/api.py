@@ -193,7 +193,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
             A, 512 if n is None else n, operation, value_type(b_dtype or A.dtype).name, out_dtype, b_layout,
             out_layout, epilogue, workspace,
         )  # fmt: skip
-    return _plan_of(A, problem, _backend_name(backend), unsafe)
+    return _plan_of(A, problem, backend_name(backend), unsafe)
 
 
 def explain(
@@ -208,31 +208,36 @@ def explain(
         return ask(A, backend, installed=installed)
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is None:
-        return ask(problem_of(A, 512 if n is None else n, operation), _backend_name(backend))
+        return ask(problem_of(A, 512 if n is None else n, operation), backend_name(backend))
     refuse_sparse("B", B)
     B = as_array(B)
     problem = operations.operation(operation).problem(A, B[:, None] if B.ndim == 1 else B)
-    return ask(problem, _backend_name(backend))
+    return ask(problem, backend_name(backend))
 
 
 def run(operation: str, A: Any, *dense: Any, out: Any = None, backend: str | None = None) -> Any:
     """An operation by its name: ``run("spmm", A, B)``. A and the arrays as in ``spmm``; numpy and CuPy arrays only."""
     matrix = as_format(A)
     problem = operations.operation(operation).problem(matrix, *dense, out=out)
-    return _plan_of(matrix, problem, _backend_name(backend), False).run(*dense, out)
+    return _plan_of(matrix, problem, backend_name(backend), False).run(*dense, out)
 
 
 # ------------------------------------------------------------------ from operands to a plan
 
 
-def _backend_name(backend: str | None) -> str | None:
-    """The backend or kernel that a call names, else that of the ``use_backend`` block, else SPFORMAT_BACKEND."""
+def backend_name(backend: str | None = None) -> str | None:
+    """The backend or kernel that a call names, else that of the ``use_backend`` block, else SPFORMAT_BACKEND.
+
+    UsageError for anything but text and None.
+    """
+    if backend is not None and not isinstance(backend, str):
+        named(backend)  # raises: it may be nothing that a dict takes, or false
     return backend or default_backend() or os.environ.get("SPFORMAT_BACKEND")
 
 
 def _plan_for(operation: str, A: Format, B: Any, out: Any, backend: str | None, epilogue: bool = False) -> Plan:
     """The cached plan of this call. Its key is cheap to build, while a Problem is not."""
-    name = _backend_name(backend)
+    name = backend_name(backend)
     try:
         shape, strides = B.shape, B.strides
         if out is None:

@@ -24,7 +24,7 @@ from ..formats.foreign import as_format
 from ..formats.transposed import Transposed
 from ..products import roofline
 from ..products.ideal import operands_bytes
-from ..products.problem import ROW, Problem
+from ..products.problem import ROW, Problem, columns
 from ..products.roofline import CUDA_32, CUDA_64, DEVICES, TENSOR_16, Blocking, Device
 from .api import explain, problem_of
 
@@ -98,13 +98,12 @@ def estimate(
     device: a name in ``DEVICES``, or a ``Device`` with your figures (``dataclasses.replace(DEVICES["H200"], ..)``).
     b_layout: with a matrix; a ``Problem`` brings its own. backend: a backend or a kernel, as for ``spmm``.
 
-    Raises UsageError for an unknown device or a negative n.
+    Raises UsageError for an unknown device, and for an n that is no number of columns.
     """
     target = device if isinstance(device, Device) else DEVICES.get(str(device).upper())
     if target is None:
         raise UsageError(f"device: expected one of {', '.join(DEVICES)}, or a Device, got {device!r}", value=device)
-    if n < 0:
-        raise UsageError(f"n: expected columns of B, at least 0, got {n}", value=n)
+    n = columns(n)
     transposed = isinstance(A, Transposed)
     matrix = A if isinstance(A, Problem) else A.matrix if transposed else as_format(A)
     operation = "spmm_transposed" if transposed else "spmm"

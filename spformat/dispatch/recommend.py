@@ -15,7 +15,7 @@ from typing import Any, overload
 from .. import backends
 from ..arrays.dtypes import value_type
 from ..errors import UsageError
-from ..formats import parse_spec, registered, spec_text
+from ..formats import format_texts, parse_spec, registered, spec_text
 from ..formats.base import Format
 from ..formats.bsr import BSR
 from ..formats.csr import CSR
@@ -178,9 +178,10 @@ def recommend(
     Dense is always among them. A format that cannot hold A exactly is not: ``excluded`` says why. Expected times are
     those of ``explain``; how far they are from measured ones is on the page about recommendations.
 
-    Raises UsageError for an unknown device or objective, an n below 1, or a matrix on a device; what ``convert`` raises
-    for values that are not representable.
+    Raises UsageError for an unknown device, objective or format, an n below 1, or a matrix on a device; what
+    ``convert`` raises for values that are not representable.
     """
+    further = format_texts("more", more)
     counts, covers = structure_of(A), dense_blocks_of(A)
     if dtype is not None:
         counts = replace(counts, dtype=value_type(dtype).name)
@@ -194,7 +195,7 @@ def recommend(
     target = device_named(device)
     asked = _Asked(counts, widths, target, b_layout, workspace, backend)
     with roofline.on(target) if target else nullcontext(), rates.read_once():
-        ranked, excluded = asked.candidates(more)
+        ranked, excluded = asked.candidates(further)
         ranked += map(asked.sum_of_blocks, covers)
         ranked = list(_possible(ranked, math.prod(counts.shape), target is not None))
         line = rates.source(asked.problem(Operand(Dense.name, counts.shape, counts.dtype), widths[0]))

@@ -176,7 +176,10 @@ def _answer(k: Kernel, p: Problem, missing: tuple[str, ...], by_name: bool) -> A
 
 
 def named(name: str) -> tuple[Backend, str | None]:
-    """(backend, None) for a backend's name, (its backend, name) for a kernel's; UsageError for an unknown name."""
+    """(backend, None) for a backend's name, (its backend, name) for a kernel's; UsageError for anything else."""
+    if not isinstance(name, str):
+        expected = "the name of a backend or kernel, as 'cpu' or 'cpu.spmm_csr'"
+        raise UsageError(f"backend: expected {expected}, got {name!r:.80}", value=name)
     head, dot, _ = name.partition(".")
     backend = backends.get(head)
     kernels = [k.name for k in backend.kernels()] if dot else []

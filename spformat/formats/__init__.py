@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from ..errors import UsageError
@@ -128,6 +129,16 @@ def parse_spec(text: str) -> tuple[type[Format], dict[str, Any]]:
             f"others, too, as in '{text:.100}+csr'"
         )
     return rule.format, dict(rule.params)
+
+
+def format_texts(argument: str, texts: Any) -> list[str]:
+    """Several format texts as a list; UsageError, which names the argument, for anything else."""
+    listed = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else [texts]
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in listed):
+        raise UsageError(
+            f"{argument}: expected several format texts, as {argument}=['bsr:blocksize=64x64'], got {texts!r:.80}"
+        )
+    return listed
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,6 +14,7 @@ from ..arrays.dtypes import value_type
 from ..arrays.library import Array, current_device, namespace
 from ..arrays.rounding import rounded
 from ..errors import UsageError
+from ..limits import always_allowed, check_bytes
 
 C = TypeVar("C", bound=type)
 
@@ -70,7 +71,10 @@ class ArrayMethods:
         return self if me.dtype == kind else self._mapped(lambda values: rounded(values, kind))
 
     def sum(self, axis: int | None = None) -> Any:
-        """The sum of all values, or with ``axis`` 0 or 1 that of each column or row; in float64, or int64 of int8."""
+        """The sum of all values, or with ``axis`` 0 or 1 that of each column or row; in float64, or int64 of int8.
+
+        LimitError if the sums of all columns or rows exceed the memory budget.
+        """
         if axis not in (None, 0, 1, -1, -2):
             raise UsageError(f"sum: expected axis None, 0 or 1, got {axis!r}")
         me: Any = self
@@ -80,7 +84,11 @@ class ArrayMethods:
             values = a.data.astype(wide)
             if axis is None:
                 return values.sum().item()  # synchronize!
-            index, length = (a.indices, a.shape[1]) if axis in (0, -2) else (a.rows(), a.shape[0])
+            of_columns = axis in (0, -2)
+            length = a.shape[1 if of_columns else 0]
+            if not always_allowed(8 * length):
+                check_bytes(8 * length, f"sum: {length:,} sums", a.nbytes)
+            index = a.indices if of_columns else a.rows()
             return namespace(values).bincount(index, weights=values, minlength=length).astype(wide)
 
     def __mul__(self, factor: Any) -> Self:

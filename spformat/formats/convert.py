@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import value_type
-from ..arrays.library import Array, is_cupy, unmasked
+from ..arrays.library import Array, array_of, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import is_torch
 from ..errors import UsageError
@@ -68,7 +68,8 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     target: a format id, with params if you like ("bsr", "bsr:blocksize=64x64", "vector-nm:n=2,m=4"), or a class;
         "2:4" is two-four, and "auto" the smallest exact format of a host matrix.
     dtype: round the values to this type first; without it, other types than the value types are refused. A finite value
-        beyond the type, or one that int8 does not hold exactly, is refused.
+        beyond the type, or one that int8 does not hold exactly, is refused, and so are arrays of anything but booleans,
+        integers and floats.
     params: the parameters of the format; they override those in the text.
 
     The result has every value of ``x`` with its bits; only -0.0 may become +0.0. Returns ``x`` itself if it has that
@@ -158,7 +159,7 @@ def _rounded(x: Any, dtype: Any) -> Format:
     if hasattr(x, "tocsr") and hasattr(x, "format"):
         return from_scipy(x, dtype=kind)
     if isinstance(x, (list, tuple)) or (hasattr(x, "__array__") and not hasattr(x, "__cuda_array_interface__")):
-        x = np.asarray(unmasked(x))
+        x = array_of(unmasked(x))
     if isinstance(x, np.ndarray) or is_cupy(x):
         x = rounded(x, kind)
     return as_format(x).astype(kind)

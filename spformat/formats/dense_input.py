@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..arrays.dtypes import VALUE_TYPES, is_native_value, value_type
+from ..arrays.dtypes import VALUE_TYPES, is_native_value, is_real, value_type
 from ..arrays.library import Array, namespace, unmasked
 from ..errors import SpformatError, StructureError, UsageError
 from ..limits import check_bytes
@@ -27,6 +27,7 @@ def checked_values(x: Array, where: str) -> Array:
         value_type(x.dtype)
     except SpformatError as e:
         message = f"{where}: values of dtype {x.dtype} are not representable; use one of {', '.join(VALUE_TYPES)}"
-        message += ", as by np.asarray(x, 'float32') or convert(x, .., dtype='float32')"
+        if is_real(x.dtype):
+            message += ", as by np.asarray(x, 'float32') or convert(x, .., dtype='float32')"
         raise StructureError(message, unit="dtype", found=str(x.dtype)) from e
     return xp.ascontiguousarray(x)

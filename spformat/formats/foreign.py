@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import VALUE_TYPES
-from ..arrays.library import Array, index_dtype, is_cupy, unmasked
+from ..arrays.library import Array, array_of, index_dtype, is_cupy, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
@@ -242,5 +242,5 @@ def as_format(x: Any) -> Format:
 
         return Dense.from_dense(import_cupy().asarray(x))
     if hasattr(x, "__array__") or isinstance(x, (list, tuple)):
-        return Dense.from_dense(checked_values(np.asarray(x), "array"))
+        return Dense.from_dense(checked_values(array_of(x), "array"))
     raise UsageError(f"expected a matrix (numpy, CuPy, scipy.sparse, torch or spformat), got {type(x).__name__}")

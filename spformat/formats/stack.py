@@ -114,6 +114,11 @@ class Stack(Composed):
         raise UsageError(f"stack: this is a stack of {len(self)} matrices; take one of them, as in w[0].to_csr(), or "
                          "stack(w, 'csr') to convert each")  # fmt: skip
 
+    def smallest(self) -> NoReturn:
+        """Raises UsageError: each matrix may have another smallest format."""
+        raise UsageError(f"stack: this is a stack of {len(self)} matrices; take one of them, as in w[0].smallest(), or "
+                         "stack(w, 'auto') to convert each")  # fmt: skip
+
     def sum(self, axis: int | None = None) -> Any:
         """The sum of all values, in float64, or int64 of int8. UsageError for an axis."""
         if axis is not None:

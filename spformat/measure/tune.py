@@ -3,7 +3,8 @@
 Successive halving within a budget of seconds: all formats are measured a few times in turn, the slower half is left
 out, the others are measured twice as often, until two are left. What was measured is kept in
 $XDG_CACHE_HOME/spformat/tuned.json (else under ~/.cache) for matrices with the same counts, on the same device, with
-the same version of this package.
+the same version of this package. Products by a backend that ``use_backend`` or SPFORMAT_BACKEND names are remembered
+apart from others.
 
 SPFORMAT_TUNED=off neither reads nor writes that file.
 """
@@ -29,7 +30,7 @@ import numpy as np
 from ..arrays import threads
 from ..arrays.library import Array, import_cupy, namespace, parse_device
 from ..backends.host import numpy_dtype
-from ..dispatch.api import plan
+from ..dispatch.api import backend_name, plan
 from ..dispatch.recommend import COLUMNS, Recommendation, recommend
 from ..errors import (
     ContainerError,
@@ -107,6 +108,8 @@ class Tuned:
     """Seconds that it was given."""
     remembered: bool = False
     """Whether it comes from the file, and nothing was measured now."""
+    backend: str = ""
+    """The backend or kernel that ``use_backend`` or SPFORMAT_BACKEND named; "" where the dispatcher chose among all."""
 
     @property
     def format(self) -> str:
@@ -114,14 +117,20 @@ class Tuned:
         return self.trials[0].format
 
     @property
+    def where(self) -> str:
+        """The device, and the backend if one was named, as text."""
+        return self.device + (f" by {self.backend}" if self.backend else "")
+
+    @property
     def key(self) -> str:
         """What the result holds for."""
         columns = "+".join(map(str, self.n))
-        return f"{self.fingerprint}, n={columns}, {self.b_layout}, {self.device}, {self.version}"
+        named = f", backend={self.backend}" if self.backend else ""
+        return f"{self.fingerprint}, n={columns}, {self.b_layout}, {self.device}, {self.version}{named}"
 
     def __str__(self) -> str:
         how = f"measured {self.date}" + (", remembered" if self.remembered else f" in {self.seconds:.1f} s")
-        lines = [f"{'x'.join(map(str, self.shape))} {self.dtype} on {self.device}: {self.format}; {how}"]
+        lines = [f"{'x'.join(map(str, self.shape))} {self.dtype} on {self.where}: {self.format}; {how}"]
         for t in self.trials:
             times = ", ".join(f"{us:.1f} us at {n} columns" for n, us in t.us.items())
             expected = ", ".join("no time" if us is None else f"{us:.1f}" for us in t.expected_us.values())
@@ -149,6 +158,7 @@ class Tuned:
         }
         times: dict[str, Any] = {k: _finite(tree[k]) for k in ("seconds", "budget")}
         n, remembered = tuple(map(int, tree["n"])), bool(tree["remembered"])
+        texts["backend"] = str(tree.get("backend", ""))  # results of earlier versions name none
         return cls(shape=(M, K), n=n, trials=trials, remembered=remembered, **texts, **times)
 
 
@@ -177,6 +187,9 @@ def tune(
     b_layout: as of ``recommend``. fresh: measure again, also where a result is remembered. One that left formats out
         for want of time is not taken for a larger budget.
 
+    Products run by the backend that ``use_backend`` or SPFORMAT_BACKEND names, if any; such a result is remembered for
+    calls with the same one. ``recommend`` still ranks by all kernels.
+
     Results of products are not checked here; ``spformat bench`` does. Raises UsageError for a budget that is not above
     0 or infinite, what ``recommend`` raises, DeviceUnavailable, and NoKernelError where no format can be run.
     """
@@ -190,7 +203,7 @@ def tune(
     ranked = recommend(A, n, device=target, b_layout=b_layout)
     blank = Tuned(
         fingerprint(counts), counts.shape, counts.dtype, ranked.n, b_layout, device_name(like), _version(),
-        time.strftime("%Y-%m-%d"), (), 0.0, seconds,
+        time.strftime("%Y-%m-%d"), (), 0.0, seconds, backend=backend_name() or "",
     )  # fmt: skip
     first = [r for r in ranked[:most] if r.format != Dense.name]
     first[1:1] = [r for r in ranked if r.format == Dense.name]  # with a small budget it is compared with the best

@@ -13,7 +13,10 @@ The same w gives the same mask on host and device, bit for bit:
 
 - Single values are ranked by their bits: without the sign, the bits of a float are an unsigned integer that grows
   with its magnitude, so no arithmetic is done in the value type.
-- Norms of vectors and blocks are summed in float64 in a fixed order, row by row and then column by column.
+- Norms of vectors and blocks are summed in float64 in a fixed order, row by row and then column by column. float64
+  values are scaled by one power of two for the whole matrix, so that no sum overflows. Squares of values that are
+  smaller than the largest magnitude times 3e-154 lose bits, and from 3e-162 on they may be 0: with "l2", vectors and
+  blocks of such values rank as zeros do. "l1" tells magnitudes apart down to the largest times 1e-307.
 - Of equal magnitudes the lowest index stays (row-major for the global masks). An n:m mask therefore keeps exactly n
   positions of every full window, zeros included, and these are the positions the formats fill up with.
 

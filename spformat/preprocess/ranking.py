@@ -28,7 +28,8 @@ def row_chunks(x: Array, multiple: int = 1) -> Iterator[slice]:
 
 def power_of(x: Array, norm: str) -> Callable[[Array], Array]:
     """The function that gives the terms of a norm: |x| or |x|^2 in float64. float64 values are scaled, so that no sum
-    overflows."""
+    overflows; squares of values below 3e-162 of the largest may be 0. block_norms.cu has the same scale and gives the
+    same bits."""
     largest = max((largest_finite_key(x[s]) for s in row_chunks(x)), default=0) if x.dtype == np.float64 else 0
     scale = square_scale(x.dtype, largest)
 

@@ -48,7 +48,7 @@ def columns(n: Any) -> int:
     except TypeError:
         count = -1
     if count < 0:
-        raise UsageError(f"n: expected a number of columns, got {n!r:.80}")
+        raise UsageError(f"n: expected a number of columns, got {n!r:.80}", value=n)
     return count
 
 

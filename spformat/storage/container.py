@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import DescriptorError, UsageError
 from ..formats.dense import Dense
-from . import stwriter
+from . import stheader, stwriter
 from .files import Path
 from .filewriter import Tensor, create, outline, plain_array
 from .stheader import TORCH_SUFFIXES
@@ -119,7 +119,8 @@ def save_dense(
     sparse = next((r for r in records if r.format is not None), None)
     if sparse is not None and sparse.format is not None:
         raise UsageError(f"expected Dense or an array, got {sparse.format.name}; call to_dense()", tensor=sparse.name)
-    specs, strings = [(r.name, *r.arrays[""]) for r in records], stwriter.dense_metadata(metadata or {})
+    specs = [(r.name, *r.arrays[""]) for r in records]
+    strings = stwriter.dense_metadata(stheader.own_metadata(metadata))
     with stwriter.Writer(path, specs, strings, overwrite=overwrite, verify=verify) as out:
         for name, x in arrays.items():
             out.put(name, plain_array(name, x))

@@ -13,7 +13,7 @@ from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.torch_tensors import is_torch, torch_to_array
 from ..errors import UsageError, printable
 from ..formats.base import Format
-from . import descriptor, stwriter
+from . import descriptor, stheader, stwriter
 from .descriptor import Record
 from .files import Path
 from .stheader import METADATA
@@ -74,7 +74,7 @@ class FileWriter:
         if len(self._records) != len(chosen):
             raise UsageError("tensor names: expected distinct names, got one twice")
         self._records = descriptor.parts_by_name(chosen) | self._records
-        others = dict(metadata or {})
+        others = stheader.own_metadata(metadata)
         if descriptor.KEY in others:
             raise UsageError(f"metadata: the key '{descriptor.KEY}' is the descriptor's")
         specs = [(r.entry(array), *spec) for r in chosen for array, spec in r.arrays.items()]

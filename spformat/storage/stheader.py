@@ -168,6 +168,22 @@ def encode(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     return raw + b" " * (-(8 + len(raw)) % ALIGNMENT)
 
 
+def own_metadata(metadata: Any) -> dict[str, str]:
+    """What a caller wants in ``__metadata__``; UsageError unless it is a mapping, or pairs, with keys that are text.
+
+    The values are checked when the header is written.
+    """
+    try:
+        own = dict(metadata or {})
+    except (TypeError, ValueError):
+        got = f"{type(metadata).__name__} {metadata!r:.80}"
+        raise UsageError(f"metadata: expected {{name: text}}, got {got}", value=metadata) from None
+    for key in own:
+        if not isinstance(key, str):
+            raise UsageError(f"metadata: expected names that are text, got {key!r:.80}", value=key)
+    return own
+
+
 def compact_json(tree: Any, *, sort_keys: bool = False) -> str:
     """JSON without blanks and without escapes of characters outside ASCII."""
     return (_SORTED if sort_keys else _AS_GIVEN).encode(tree)
