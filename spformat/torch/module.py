@@ -19,6 +19,7 @@ from ..storage.descriptor import Record
 from . import operators
 from .conversion import cast, converted
 from .description import Description, empty_tensors
+from .states import require_fit
 from .weights import Weight, keep, name_of, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
@@ -315,28 +316,25 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Tensors of other lengths, of a matrix of the same description with other contents, replace the buffers.
 
-        Lengths that no such matrix has are an error here, and the layer stays as it is.
+        Lengths that no such matrix has, or of some arrays only, are an error here, and the layer stays as it is.
         """
         if self.is_frozen:
             error_msgs.append(f"{prefix}weight: frozen weights are not loaded: load first, then freeze")
             return
-        given = [state_dict.get(prefix + name) for name in self._names]
-        other = {
-            name: t.shape
-            for name, t, here in zip(self._names, given, self._tensors(), strict=True)
-            if t is not None and t.dim() == here.dim() and t.shape != here.shape
-        }
-        plain = [t for t in given if t is not None and type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
-        if other and len(plain) == len(given):
-            try:
-                self.description.matrix(plain)
-            except SpformatError as e:
-                error_msgs.append(f"{prefix}weight: {e}")
-                return
-        for name, shape in other.items():
-            here = self._buffers[name]
-            with torch.inference_mode(False):
-                self._buffers[name] = torch.empty(shape, dtype=here.dtype, device=here.device)
+        here = dict(zip(self._names, self._tensors(), strict=True))
+        given = {name: state_dict[prefix + name] for name in here if prefix + name in state_dict}
+        try:
+            require_fit(self.description, here, given)
+        except SpformatError as e:
+            error_msgs.append(f"{prefix}weight: {e}")
+            return
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for name, t in given.items():
+            old = here[name]
+            copied = assign or old.is_meta or not t.is_meta  # of others torch says that they have no contents
+            if t.shape != old.shape and t.dim() == old.dim() and copied and name in self._buffers:
+                with torch.inference_mode(False):
+                    self._buffers[name] = torch.empty(t.shape, dtype=old.dtype, device=old.device)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
