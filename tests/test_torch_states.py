@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
+import numpy as np
 import pytest
+
+import spformat as sf
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
 
-from torch_layers import DEPTH, layer, matrix, tokens, weights  # noqa: E402
+from torch_layers import DEPTH, PARAMS, bias, dense, layer, matrix, tokens, weights  # noqa: E402
+
+import spformat.torch as st  # noqa: E402
 
 
 @pytest.mark.parametrize("fmt", ["csr", "two-four"])
@@ -69,3 +77,61 @@ def test_a_state_without_memory_is_refused() -> None:
     with pytest.raises(RuntimeError, match="size mismatch for weight_data"):
         m.load_state_dict(empty)
     assert m.matrix == matrix("csr")
+
+
+def with_small_values(dtype: str = "float32") -> np.ndarray[Any, Any]:
+    """Weights of which a column in eight, with the vectors and bitmask words of it, is zero in float16."""
+    w = weights(dtype)
+    w[:, ::8] *= 1e-9
+    return w
+
+
+@pytest.mark.parametrize("fmt", PARAMS)
+def test_a_state_that_is_rounded_to_zeros(fmt: str) -> None:
+    """The values that become zero leave the matrix where its format stores no zeros, as ``.half()`` does it."""
+    w = with_small_values()
+    source = st.SparseLinear(sf.convert(w, fmt, **PARAMS[fmt]), bias("float32"))
+    m = layer(fmt, seed=9)
+    m(tokens(2))
+    assert m.load_state_dict(source.state_dict()) == ([], [])
+    wanted = w.astype(np.float16)
+    assert 0 < np.count_nonzero(wanted) < np.count_nonzero(w)
+    assert torch.equal(m.weight, torch.from_numpy(wanted))
+    assert torch.equal(m(tokens(3)), dense(tokens(3), wanted, bias()))
+    assert torch.equal(m.weight, source.half().weight)
+
+
+def test_a_state_of_parts_that_is_rounded_to_zeros() -> None:
+    """Also where the first part has none of these values, and in a change of the dtype."""
+    w = with_small_values()
+    left, right = weights("float32") * (np.arange(DEPTH) < 64), w * (np.arange(DEPTH) >= 64)
+    a = sf.Sum.from_parts([sf.convert(left, "two-four"), sf.convert(right, "bitmask")])
+    m = st.SparseLinear(a)
+    other = copy.deepcopy(m)
+    other.weight_1_data.fill_(1)
+    other.half().load_state_dict(m.state_dict())
+    wanted = torch.from_numpy(left + right).half()
+    assert torch.equal(other.weight, wanted)
+    assert torch.equal(other(tokens(3)), dense(tokens(3), wanted.numpy()))
+    assert torch.equal(m.half().weight, wanted)
+    assert torch.equal(m(tokens(3)), dense(tokens(3), wanted.numpy()))
+
+
+def test_some_values_that_are_rounded_to_zeros() -> None:
+    """The state has the values only; the bits of the layer follow from them."""
+    m = st.SparseLinear(sf.convert(weights(), "bitmask"))
+    data = m.weight_data.float()
+    data[::3] *= 1e-9
+    assert m.load_state_dict({"weight_data": data}, strict=False).missing_keys == ["weight_indptr", "weight_bitmask"]
+    kept = data.half()
+    assert torch.equal(m.weight[m.weight != 0], kept[kept != 0])
+    assert torch.equal(m(tokens(3)), dense(tokens(3), m.weight.numpy()))
+
+
+def test_a_damaged_state_that_is_rounded_is_refused() -> None:
+    source = st.SparseLinear(sf.convert(with_small_values(), "bitmask"), bias("float32"))
+    source.weight_bitmask.fill_(0)
+    m = layer("bitmask")
+    with pytest.raises(RuntimeError, match="weight: bitmask: "):
+        m.load_state_dict(source.state_dict())
+    assert m.matrix == matrix("bitmask")

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ArrayError
+from .conversion import cast, some_become_zero
 from .description import Description
 
 
@@ -33,6 +34,27 @@ def require_fit(description: Description, here: Mapping[str, torch.Tensor], give
         raise ArrayError(f"{description.format}: {misfits}: give {', '.join(lacking)}, too")
     if other and all(is_plain(t) for t in given.values()):
         description.matrix([t.contiguous() for t in given.values()])
+
+
+def rounded(
+    description: Description, here: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All tensors of the matrix of a state, if some of its values are zero in the dtype of the layer; else none.
+
+    Such values are no longer stored then, as after ``.to(dtype)``. Arrays that the state lacks are those of the layer.
+    Raises the errors of the format for contents that are not valid.
+    """
+    tensors = [given.get(name, t) for name, t in here.items()]
+    new, old = description.values_of(tensors), description.values_of(list(here.values()))
+    dtype = old[0].dtype
+    if all(t.dtype is dtype for t in new) or not all(map(is_plain, [*tensors, *old])):
+        return {}
+    with torch.inference_mode(False), torch.no_grad():
+        if not some_become_zero(new, (t.to(dtype) for t in new)):
+            return {}
+        tensors = [t.detach().to(new[0].device).contiguous() for t in tensors]
+        matrix = cast(description.matrix(tensors).validate(), dtype)
+        return dict(zip(here, description.tensors(matrix), strict=True))
 
 
 def is_plain(t: Any) -> bool:
