@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -135,3 +136,29 @@ def test_a_damaged_state_that_is_rounded_is_refused() -> None:
     with pytest.raises(RuntimeError, match="weight: bitmask: "):
         m.load_state_dict(source.state_dict())
     assert m.matrix == matrix("bitmask")
+
+
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """An option of torch: loading exchanges the contents of tensor objects, to which nothing else may refer."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("fmt", PARAMS)
+def test_states_go_round_where_torch_swaps_tensors(fmt: str, used: bool, assign: bool) -> None:
+    m, other = layer(fmt), layer(fmt, seed=9)
+    values = other.weight_data
+    if used:
+        other(tokens(2))
+        torch.ops.spformat.linear(tokens(2), other._tensors(), None, other.description.text, False)
+    assert other.load_state_dict(m.state_dict(), assign=assign) == ([], [])
+    assert other.matrix == matrix(fmt)
+    assert torch.equal(other(tokens(3)), m(tokens(3)))
+    assert (other.weight_data is values) == (values.shape == m.weight_data.shape)
+    other.bfloat16()
+    assert torch.equal(other(tokens(3).bfloat16()).half(), m(tokens(3)))

@@ -20,7 +20,7 @@ from . import operators
 from .conversion import cast, converted, some_become_zero
 from .description import Description, empty_tensors
 from .states import require_fit, rounded
-from .weights import Weight, keep, name_of, weight_of
+from .weights import Weight, forget, keep, name_of, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
@@ -340,6 +340,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
             if t.shape != old.shape and t.dim() == old.dim() and copied and name in self._buffers:
                 with torch.inference_mode(False):
                     self._buffers[name] = torch.empty(t.shape, dtype=old.dtype, device=old.device)
+        forget(here[self._values_name])  # for torch.__future__.set_swap_module_params_on_conversion
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -75,6 +75,11 @@ def keep(weight: Weight, values: torch.Tensor) -> Weight:
     return weight
 
 
+def forget(values: torch.Tensor) -> None:
+    """Remember no matrix with a tensor: torch exchanges the contents of tensors only if nothing refers to them."""
+    _weights.pop(values, None)
+
+
 class Weight:
     """A validated matrix that shares the memory of tensors, and its products.
 
