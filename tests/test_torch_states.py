@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +15,7 @@ import spformat as sf
 
 torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
 
-from torch_layers import DEPTH, PARAMS, bias, dense, layer, matrix, tokens, weights  # noqa: E402
+from torch_layers import DEPTH, PARAMS, ROWS, a_sum, bias, dense, layer, matrix, tokens, weights  # noqa: E402
 
 import spformat.torch as st  # noqa: E402
 
@@ -162,3 +164,97 @@ def test_states_go_round_where_torch_swaps_tensors(fmt: str, used: bool, assign:
     assert (other.weight_data is values) == (values.shape == m.weight_data.shape)
     other.bfloat16()
     assert torch.equal(other(tokens(3).bfloat16()).half(), m(tokens(3)))
+
+
+Kind = tuple[str, int, int]
+"""A target of ``convert``, and the rows and columns."""
+
+
+def of_kind(kind: Kind, seed: int) -> Any:
+    """A layer of a kind, with integers that differ with the seed; a row or column less leaves the others as they are."""
+    target, rows, columns = kind
+    w = np.zeros((128, 128), np.float32)
+    w[:ROWS] = weights("float32", seed)
+    return st.SparseLinear.from_linear(linear(w[:rows, :columns]), target)
+
+
+def linear(w: np.ndarray[Any, Any]) -> Any:
+    m = torch.nn.Linear(w.shape[1], w.shape[0])
+    m.weight, m.bias = torch.nn.Parameter(torch.from_numpy(w.copy())), torch.nn.Parameter(torch.arange(float(len(w))))
+    return m
+
+
+MISMATCHES: list[tuple[Kind, Kind]] = [
+    (("csr", 128, 128), ("csc", 128, 128)),
+    (("two-four:meta_order=ldmatrix", 96, 128), ("two-four:meta_order=logical", 96, 128)),
+    (("two-four", 96, 124), ("two-four", 96, 128)),
+    (("vector-nm:n=2,m=4,vector_length=32", 96, 126), ("vector-nm:n=2,m=4,vector_length=32", 96, 128)),
+    (("bitmask", 96, 124), ("bitmask", 96, 128)),
+    *(((fmt, 96, 64), (fmt, 96, 128)) for fmt in ("csr", "bsr:blocksize=16x16", "sr-bcrs", "coo")),
+    *(((fmt, 64, 128), (fmt, 96, 128)) for fmt in ("dbsr:blocksize=16x16", "coo", "csc", "ell-buckets")),
+]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("given", "wanted"), MISMATCHES, ids=lambda kind: "-".join(map(str, kind)))
+def test_a_state_of_another_matrix_is_refused(given: Kind, wanted: Kind, stored: bool) -> None:
+    """Its arrays have the names and lengths of such a matrix, so that only what it says of itself tells."""
+    source, m = of_kind(given, 3), of_kind(wanted, 9)
+    expected = m.weight
+    state = source.state_dict()
+    if given[1] != wanted[1]:
+        state["bias"] = m.bias  # of another length, which torch says
+    if stored:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file)
+    m(torch.ones(1, wanted[2]))
+    with pytest.raises(RuntimeError) as raised:
+        m.load_state_dict(state)
+    assert f"weight: expected a matrix {m.description.text}, got {source.description.text}" in str(raised.value)
+    assert torch.equal(m.weight, expected)
+    # The same state in a model: torch knows it by the place of the layer.
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), m)
+    state = torch.nn.Sequential(torch.nn.Linear(2, 2), source).state_dict()
+    state["1.bias"] = m.bias
+    with pytest.raises(RuntimeError, match=r"1\.weight: expected a matrix"):
+        model.load_state_dict(state)
+    assert torch.equal(m.weight, expected)
+
+
+@pytest.mark.parametrize("fmt", [*PARAMS, "sum"])
+def test_states_that_say_nothing_of_the_matrix_are_taken(fmt: str) -> None:
+    """Plain dicts, as safetensors gives them, and what earlier versions stored. Names are those of the arrays."""
+    m = st.SparseLinear(a_sum() if fmt == "sum" else matrix(fmt))
+    state = m.state_dict()
+    assert list(state) == list(m._buffers)
+    assert state._metadata == {"": {"version": 1, "matrix": m.description.text}}
+    plain, earlier = dict(state), state.copy()
+    earlier._metadata = OrderedDict({"": {"version": 1}})
+    for given in (plain, earlier, state):
+        other = copy.deepcopy(m)
+        other._buffers[other._values_name].neg_()
+        assert other.load_state_dict(given) == ([], [])
+        assert torch.equal(other.weight, m.weight)
+
+
+def test_what_a_state_says_is_read_as_params_not_as_text() -> None:
+    """Another version may write it in another order, or leave out a param that has its default."""
+    m = layer("two-four")
+    state = m.state_dict()
+    state._metadata[""]["matrix"] = '{"params": {}, "shape": [96, 128], "format": "two-four"}'
+    assert layer("two-four", seed=9).load_state_dict(state) == ([], [])
+    state._metadata[""]["matrix"] = '{"params": {}, "shape": [96, 128], "format": "of-tomorrow"}'
+    with pytest.raises(RuntimeError, match=r"weight: expected a matrix \{.*, got \{.*of-tomorrow"):
+        m.load_state_dict(state)
+
+
+def test_a_state_without_the_arrays_of_a_layer_says_nothing_of_it() -> None:
+    state = layer("csr").state_dict()
+    for name in [name for name in state if name != "bias"]:
+        del state[name]
+    m = layer("bitmask")
+    m.bias.zero_()
+    assert m.load_state_dict(state, strict=False).unexpected_keys == []
+    assert torch.equal(m.bias, bias())

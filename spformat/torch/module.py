@@ -19,7 +19,7 @@ from ..storage.descriptor import Record
 from . import operators
 from .conversion import cast, converted, some_become_zero
 from .description import Description, empty_tensors
-from .states import require_fit, rounded
+from .states import describe, require_fit, rounded
 from .weights import Weight, forget, keep, name_of, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
@@ -274,6 +274,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        describe(destination, prefix, self.description)
         if self.is_frozen and not isinstance(destination, WithoutWeights):
             destination.update({prefix + name: t for name, t in self._arrays().items()})
 
@@ -315,8 +316,8 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Tensors of other lengths, of a matrix of the same description with other contents, replace the buffers.
 
-        Lengths that no such matrix has, or of some arrays only, are an error here, and the layer stays as it is. Values
-        of another dtype are rounded, as by ``.to(dtype)``.
+        A state that says it is of another matrix, lengths that no such matrix has, and other lengths of some arrays
+        only are an error here, and the layer stays as it is. Values of another dtype are rounded, as by ``.to(dtype)``.
         """
         if self.is_frozen:
             error_msgs.append(f"{prefix}weight: frozen weights are not loaded: load first, then freeze")
@@ -325,7 +326,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         given = {name: state_dict[prefix + name] for name in here if prefix + name in state_dict}
         assign = local_metadata.get("assign_to_params_buffers", False)
         try:
-            require_fit(self.description, here, given)
+            require_fit(self.description, here, given, local_metadata)
             other = rounded(self.description, here, given) if self.has_buffers and not assign else {}
         except SpformatError as e:
             error_msgs.append(f"{prefix}weight: {e}")

@@ -1,6 +1,9 @@
 """Which states ``load_state_dict`` may put into a sparse layer.
 
 The arrays of a matrix belong together: a layer takes them if they can be a matrix of its kind, and else none of them.
+Arrays alone do not always tell: those of csr and csc have the same names. So a state dict also says which matrix they
+are, where torch keeps the version of each module (``state_dict._metadata``), and its names stay those of the arrays.
+Plain dicts and files of safetensors have no such place.
 """
 
 from __future__ import annotations
@@ -10,16 +13,50 @@ from typing import Any
 
 import torch
 
-from ..errors import ArrayError
+from ..errors import ArrayError, SpformatError, UsageError
 from .conversion import cast, some_become_zero
-from .description import Description
+from .description import Description, parse
+
+KEY = "matrix"
+"""Where the metadata of a module have ``Description.text``."""
 
 
-def require_fit(description: Description, here: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
-    """Raise ArrayError for arrays that no matrix of this description has. Contents are not read.
+def describe(state_dict: Any, prefix: str, description: Description) -> None:
+    """Let a state dict say of which matrix the arrays with this prefix are, if it has a place for that."""
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        metadata.setdefault(prefix[:-1], {})[KEY] = description.text
 
-    here: the tensors of the layer, by name; given: those of the state, some or all of them, in the same order.
+
+def require_fit(
+    description: Description, here: Mapping[str, torch.Tensor], given: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> None:
+    """Raise UsageError for a state that cannot be that of a layer, with all reasons. Contents are not read.
+
+    here: the tensors of the layer, by name; given: those of the state, some or all of them, in the same order;
+    metadata: what the state says of the layer beside them.
     """
+    reasons = []
+    try:
+        _require_lengths(description, here, given)
+    except SpformatError as e:
+        reasons.append(str(e))
+    text = metadata.get(KEY)
+    if given and text is not None and not _is_text_of(description, text):
+        reasons.append(f"expected a matrix {description.text}, got {text}")
+    if reasons:
+        raise UsageError("; ".join(reasons))
+
+
+def _is_text_of(description: Description, text: Any) -> bool:
+    try:
+        return text == description.text or parse(str(text)) == description
+    except SpformatError:  # of a format or a version that is not here
+        return False
+
+
+def _require_lengths(description: Description, here: Mapping[str, torch.Tensor], given: Mapping[str, Any]) -> None:
+    """Raise ArrayError for arrays that no matrix of this description has."""
     path = {c.attribute: c.path for c in description.components}
     other = []
     for name, t in given.items():
