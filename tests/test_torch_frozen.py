@@ -75,6 +75,7 @@ def test_a_frozen_layer_is_the_same_layer(fmt: str, dtype: str) -> None:
     assert repr(m).endswith(", frozen)")
     now = m.state_dict()
     assert list(now) == list(state)
+    assert now._metadata == plain.state_dict()._metadata == {"": {"version": 1, "matrix": m.description.text}}
     for name, t in state.items():
         assert t.dtype == now[name].dtype
         assert torch.equal(t, now[name])

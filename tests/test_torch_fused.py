@@ -123,6 +123,7 @@ def test_results_are_those_of_the_layers_from_one_product(
     assert nothing_pending(m)
     now = m.state_dict()
     assert list(now) == list(state)
+    assert [now._metadata[name]["matrix"] for name in "qkv"] == [getattr(m, name).description.text for name in "qkv"]
     for name, t in state.items():
         assert t.dtype == now[name].dtype
         assert torch.equal(t, now[name])

@@ -277,6 +277,34 @@ def test_names_and_shapes_that_differ_are_listed_before_anything_changes(model: 
         st.load_into(other, packed)
 
 
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_integers_for_a_parameter_that_requires_a_gradient(device: str, tmp_path: Path) -> None:
+    """It takes them in their dtype, without a gradient, and is the same parameter."""
+    layers = {"0.weight": sf.convert(np.eye(64, dtype=np.float32), "csr"), "0.bias": torch.zeros(64)}
+    codes = torch.arange(64 * 64).remainder(100).to(torch.int8).view(64, 64)
+    sf.save(tmp_path / "w.safetensors", layers | {"1.weight": codes, "1.bias": torch.ones(64)})
+    with torch.device(device):
+        m = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    weight = m[1].weight
+    assert set(st.load_into(m, tmp_path / "w.safetensors")) == {"0"}
+    assert (m[1].weight is weight) == (device == "cpu")
+    assert isinstance(m[1].weight, torch.nn.Parameter)
+    assert m[1].weight.dtype is torch.int8
+    assert torch.equal(m[1].weight, codes)
+    assert [name for name, p in m.named_parameters() if p.requires_grad] == ["0.bias", "1.bias"]
+
+
+def test_a_model_that_is_itself_a_linear_layer_stays_as_it_is(tmp_path: Path) -> None:
+    """A sparse layer cannot take its place; its bias comes before the weight in the file."""
+    weight = sf.convert(np.eye(64, dtype=np.float32), "csr")
+    sf.save(tmp_path / "w.safetensors", {"bias": torch.ones(64), "weight": weight})
+    m = torch.nn.Linear(64, 64)
+    before = {name: t.clone() for name, t in m.state_dict().items()}
+    with pytest.raises(sf.errors.UsageError, match="the model itself is a linear layer"):
+        st.load_into(m, tmp_path / "w.safetensors")
+    assert all(torch.equal(t, before[name]) for name, t in m.state_dict().items())
+
+
 def test_a_dense_weight_for_a_sparse_layer_is_refused(model: Any, tmp_path: Path) -> None:
     state = {k: v for k, v in model.state_dict().items() if not k.startswith("again")}
     sf.save_dense(tmp_path / "model.safetensors", state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,3 +62,9 @@ def cast(matrix: Format, dtype: torch.dtype) -> Format:
         return type(matrix)(**(matrix.fields() | below)).validate()
     dense = array_to_torch(matrix.to_dense()).to(dtype)
     return type(matrix).from_dense(torch_to_array(dense), **matrix.params())
+
+
+def some_become_zero(before: Iterable[torch.Tensor], after: Iterable[torch.Tensor]) -> bool:
+    """Whether values are zero after they were rounded, so that the pattern, which names them, has to be found anew."""
+    pairs = zip(before, after, strict=True)
+    return any(int((old != 0).sum()) != int((new != 0).sum()) for old, new in pairs)  # synchronize!

@@ -106,6 +106,10 @@ class Description:
         """The place of the (first) values among the components."""
         return next(i for i, c in enumerate(self.components) if c.is_values)
 
+    def values_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors, in the order of ``components``, that hold values: one for each part that has values."""
+        return [t for c, t in zip(self.components, tensors, strict=True) if c.is_values]
+
     def tensors(self, matrix: Format) -> list[torch.Tensor]:
         """The contents of a matrix of this description, in the order of ``components``, on its device."""
         where = "cpu" if matrix.device == "cpu" else matrix.device

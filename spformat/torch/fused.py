@@ -20,6 +20,7 @@ from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.vstack import row_range, vstack
 from .module import SparseLinear, WithoutWeights
+from .states import describe
 
 _is_compiling = torch.compiler.is_compiling
 _autocast_is_on = torch._C._is_any_autocast_enabled
@@ -181,6 +182,7 @@ class Projection(SparseLinear):
         bias = self.bias
         if bias is not None:
             destination[prefix + "bias"] = bias if keep_vars else bias.detach()
+        describe(destination, prefix, self.description)
         if isinstance(destination, WithoutWeights):
             return
         for component, t in zip(self.description.components, self._tensors(), strict=True):

@@ -27,14 +27,16 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
     path: a folder that ``spformat convert`` wrote, or a file; a dense checkpoint is read, too. The model may be on the
     meta device, so that weights of its own never exist. A stack of matrices [E, M, K] (expert weights) becomes dense,
     because no layer multiplies with it. Linear layers whose weights are sparse in the file become
-    ``SparseLinear``; every other tensor replaces the parameter or buffer of its name, with the dtype of the file.
+    ``SparseLinear``; every other tensor replaces the parameter or buffer of its name, with the dtype of the file; a
+    parameter of integers requires no gradient.
     device: where all tensors go ("cuda", "cuda:1", ..). Default: where the first parameter of the model is, or the host
     for a model on the meta device.
 
     Tensors are read shard by shard, checked and validated as by ``load``; beside those in place there are only the few
-    that are being read. Names and shapes are compared first, and nothing is changed if they differ. Raises UsageError
-    that names tensors which one side lacks, those that do not fit, and buffers that would stay on the meta device; and
-    the errors of ``safe_open``.
+    that are being read. Names and shapes are compared first, and nothing is changed if they differ; contents are
+    checked as they come, and an error of one tensor leaves those before it in place. Raises UsageError that names
+    tensors which one side lacks, those that do not fit, and buffers that would stay on the meta device; and the errors
+    of ``safe_open``.
     """
     source, places = open_source(path), Places(model)
     problems = places.problems(source)
@@ -123,6 +125,9 @@ class Places:
         if record.format is not None and is_sparse(record):
             if layer is None:
                 return [f"{name} (the weight of no linear layer, and {record.format.name} in the checkpoint)"]
+            if layer is self.model:
+                return [f"{name} ({record.format.name} in the checkpoint, and the model itself is a linear layer: use "
+                        "SparseLinear(matrix, bias))"]  # fmt: skip
             shape: tuple[int, ...] = (layer.out_features, layer.in_features)
         elif isinstance(layer, SparseLinear):
             return [f"{name} (dense in the checkpoint, sparse in the model: densify it first)"]
@@ -141,13 +146,14 @@ class Places:
 
     def put(self, name: str, x: torch.Tensor) -> None:
         """Replace a parameter or buffer, and those that are the same tensor; a parameter off the meta device keeps its
-        identity, for an optimizer may know it."""
+        identity, for an optimizer may know it. One that becomes integers requires no gradient any more."""
         old = self._tensor(name)
         is_parameter = isinstance(old, torch.nn.Parameter)
+        graded = old.requires_grad and (x.is_floating_point() or x.is_complex())
         if is_parameter and torch._has_compatible_shallow_copy_type(old, x):
+            old.requires_grad_(graded)  # before: torch takes no integers where a gradient is required
             old.data = x
             return
-        graded = old.requires_grad and x.is_floating_point()
         new = torch.nn.Parameter(x, requires_grad=graded) if is_parameter else x
         for other in self._tied[id(old)]:
             module, leaf = self._at[other]

@@ -17,9 +17,10 @@ from ..formats import by_name
 from ..formats.base import Format
 from ..storage.descriptor import Record
 from . import operators
-from .conversion import cast, converted
+from .conversion import cast, converted, some_become_zero
 from .description import Description, empty_tensors
-from .weights import Weight, keep, name_of, weight_of
+from .states import describe, require_fit, rounded
+from .weights import Weight, forget, keep, name_of, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
@@ -273,6 +274,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        describe(destination, prefix, self.description)
         if self.is_frozen and not isinstance(destination, WithoutWeights):
             destination.update({prefix + name: t for name, t in self._arrays().items()})
 
@@ -289,13 +291,12 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
             self._require(dtype)
         with torch.inference_mode(False):  # where torch counts changes in place
             super()._apply(fn, recurse)
-            new = self._values
-            rounded = dtype is not old.dtype and not (old.is_meta or new.is_meta)
-            if rounded and int((old != 0).sum()) != int((new != 0).sum()):  # synchronize!
-                # Values became zero that the pattern names as nonzero, so the pattern has to be found anew.
+            rounds = dtype is not old.dtype and not (old.is_meta or self._values.is_meta)
+            if rounds and some_become_zero(*map(self.description.values_of, (before, self._tensors()))):
                 matrix = cast(weight_of(before, self._text).matrix, dtype)
+                where = self.device
                 for name, t in zip(self._names, self.description.tensors(matrix), strict=True):
-                    self._buffers[name] = t.to(new.device)
+                    self._buffers[name] = t.to(where)
         return self
 
     def _require(self, dtype: torch.dtype) -> None:
@@ -315,28 +316,32 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Tensors of other lengths, of a matrix of the same description with other contents, replace the buffers.
 
-        Lengths that no such matrix has are an error here, and the layer stays as it is.
+        A state that says it is of another matrix, lengths that no such matrix has, and other lengths of some arrays
+        only are an error here, and the layer stays as it is. Values of another dtype are rounded, as by ``.to(dtype)``.
         """
         if self.is_frozen:
             error_msgs.append(f"{prefix}weight: frozen weights are not loaded: load first, then freeze")
             return
-        given = [state_dict.get(prefix + name) for name in self._names]
-        other = {
-            name: t.shape
-            for name, t, here in zip(self._names, given, self._tensors(), strict=True)
-            if t is not None and t.dim() == here.dim() and t.shape != here.shape
-        }
-        plain = [t for t in given if t is not None and type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta]
-        if other and len(plain) == len(given):
-            try:
-                self.description.matrix(plain)
-            except SpformatError as e:
-                error_msgs.append(f"{prefix}weight: {e}")
-                return
-        for name, shape in other.items():
-            here = self._buffers[name]
-            with torch.inference_mode(False):
-                self._buffers[name] = torch.empty(shape, dtype=here.dtype, device=here.device)
+        here = dict(zip(self._names, self._tensors(), strict=True))
+        given = {name: state_dict[prefix + name] for name in here if prefix + name in state_dict}
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        try:
+            require_fit(self.description, here, given, local_metadata)
+            other = rounded(self.description, here, given) if self.has_buffers and not assign else {}
+        except SpformatError as e:
+            error_msgs.append(f"{prefix}weight: {e}")
+            return
+        if other:
+            self._buffers.update({name: t for name, t in other.items() if name not in given})
+            given = {name: other[name] for name in given}
+            state_dict = {**state_dict, **{prefix + name: t for name, t in given.items()}}
+        for name, t in given.items():
+            old = here[name]
+            copied = assign or old.is_meta or not t.is_meta  # of others torch says that they have no contents
+            if t.shape != old.shape and t.dim() == old.dim() and copied and name in self._buffers:
+                with torch.inference_mode(False):
+                    self._buffers[name] = torch.empty(t.shape, dtype=old.dtype, device=old.device)
+        forget(here[self._values_name])  # for torch.__future__.set_swap_module_params_on_conversion
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -1,8 +1,9 @@
 """Matrices over tensors: validated once, and multiplied with little work on the host.
 
 ``weight_of(tensors, text)`` is the validated matrix of some tensors. It is kept with the tensor of the values, and
-recognised by the address, the version and the length of every tensor, so that a change in place, ``load_state_dict`` or
-``.to()`` lead to a new matrix, which is validated again. Nothing that has not been scanned reaches a kernel.
+recognised by the address, the version, the length and the dtype of every tensor, so that a change in place,
+``load_state_dict``, ``.to()`` or a view as another dtype lead to a new matrix, which is validated again. Nothing that
+has not been scanned reaches a kernel.
 
 On a device, a product with an ``x`` that is seen again costs the host a few comparisons, the memory of the result and
 the launch. Streams, memory and graphs are those of decision 0019: torch's current stream and allocator, and what is
@@ -74,6 +75,11 @@ def keep(weight: Weight, values: torch.Tensor) -> Weight:
     return weight
 
 
+def forget(values: torch.Tensor) -> None:
+    """Remember no matrix with a tensor: torch exchanges the contents of tensors only if nothing refers to them."""
+    _weights.pop(values, None)
+
+
 class Weight:
     """A validated matrix that shares the memory of tensors, and its products.
 
@@ -90,14 +96,14 @@ class Weight:
             )
         self.text, self.matrix = text, matrix
         matrix.keep_arrays()  # they are the tensors: nothing would be freed, and ``_by_address`` relies on them
-        self._seen = [(t.data_ptr(), t._version, t.numel()) for t in tensors]
+        self._seen = [(t.data_ptr(), t._version, t.numel(), t.dtype) for t in tensors]
         self._products: dict[Any, Product] = {}
         self._device, self._on_device = tensors[0].get_device(), tensors[0].is_cuda
 
     def is_current(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the tensors are those of this matrix, with the contents that were validated."""
         try:
-            return [(t.data_ptr(), t._version, t.numel()) for t in tensors] == self._seen
+            return [(t.data_ptr(), t._version, t.numel(), t.dtype) for t in tensors] == self._seen
         except RuntimeError:  # a tensor of torch.inference_mode() has no version
             return False
 
