@@ -27,15 +27,12 @@ from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..torch.loading import is_sparse
-from ..torch.models import densify, is_linear, replace
+from ..torch.models import is_linear, replace
 from ..torch.module import SparseLinear
 from .config import SpformatConfig
-from .saving import save_itself, sparsify, untie
+from .saving import CAST, dequantize, save_itself, sparsify, untie
 
 log = logging.get_logger(__name__)
-
-CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""dtypes of values that are cast to the dtype of the model, as transformers casts dense weights."""
 
 
 @register_quantizer(METHOD)
@@ -163,10 +160,9 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         save_itself(model)
         return model
 
-    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        densify(model)
-        model.__dict__.pop("save_pretrained", None)
-        return model.to(dtype)
+    def dequantize(self, model: Any, dtype: Any = None) -> Any:
+        """Make all layers dense: ``saving.dequantize``."""
+        return dequantize(model, dtype)
 
     # ---------------------------------------------------------------- what transformers asks
 
