@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.utils.hub import convert_file_size_to_int
 
 from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
@@ -37,10 +37,15 @@ def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str
 
 
 def save_itself(model: Any) -> None:
-    """Give a model ``save_pretrained`` and ``dequantize`` that know sparse layers, in place of those of its class."""
-    untie(model)
-    model.save_pretrained = Saving(save_pretrained, model)
-    model.dequantize = functools.partial(dequantize, model)
+    """Give a model ``save_pretrained`` and ``dequantize`` that know sparse layers, in place of those of its class.
+
+    So do the models of transformers inside it, an encoder or a language model: a part is saved like the whole.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            untie(part)
+            part.save_pretrained = Saving(save_pretrained, part)
+            part.dequantize = functools.partial(dequantize, part)
 
 
 class Saving(models.Saving):
