@@ -96,6 +96,50 @@ def test_transposed_weights_are_refused_by_name(tmp_path: Path) -> None:
         SparseLinear.from_linear(model.transformer.h[0].attn.c_proj, "csr")
 
 
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=32, pad_token_id=0)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_a_model_without_the_only_sparse_layer_is_loaded_as_a_dense_one(auto: str, tmp_path: Path) -> None:
+    """All that it needs is in the folder, dense: the other layers of GPT-2 cannot be sparse."""
+    whole = gpt2()
+    hf.sparsify(whole, "lm_head.weight=csr", prune=True, sparsity=0.5)
+    whole.save_pretrained(tmp_path / "packed")
+    model, info = getattr(transformers, auto).from_pretrained(tmp_path / "packed", output_loading_info=True)
+    new = {"score.weight"} if "Classification" in auto else set()
+    assert info == {"missing_keys": new, "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+    with torch.no_grad():
+        expected = whole.transformer(**IDS).last_hidden_state
+        assert torch.equal(getattr(model, "transformer", model)(**IDS).last_hidden_state, expected)
+    assert not getattr(model, "is_quantized", False)
+    model.save_pretrained(tmp_path / "dense")
+    again, info = type(model).from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert (tmp_path / "dense" / "model.safetensors").exists()
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(again(**IDS)[0], model(**IDS)[0])
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Only the head has a name that the model knows, and all the rest would be random."""
+    model = qwen2()[0]
+    hf.sparsify(model, "re:_proj=csr", prune=True, sparsity=0.5)
+    model.save_pretrained(tmp_path / "packed")
+    config = gpt2().config
+    config.quantization_config = {"quant_method": "spformat"}
+    config.transformers_weights = "spformat.safetensors.index.json"
+    with pytest.raises(sf.errors.UsageError, match="dense ones are 1 of the 17 tensors of the model"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
+    model.dequantize().save_pretrained(tmp_path / "dense")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "dense")
+    config.quantization_config = {"quant_method": "spformat"}
+    with pytest.raises(sf.errors.UsageError, match="no tensor of the checkpoint is sparse"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", config=config)
+
+
 # ------------------------------------------------------------------ adapters
 
 
