@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,27 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     config.quantization_config = {"quant_method": "spformat"}
     with pytest.raises(sf.errors.UsageError, match="no tensor of the checkpoint is sparse"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_layers_that_stay_in_float32_do_so_when_they_are_sparse(dtype: Any, tmp_path: Path) -> None:
+    """transformers keeps the output layer of T5's blocks in float32 when the model is loaded in float16."""
+    torch.manual_seed(0)
+    model = t5()[0]
+    hf.sparsify(model, r"re:(wo|wi|\.q)\.weight$=csr", prune=True, sparsity=0.5)
+    model.save_pretrained(tmp_path / "packed")
+    model = type(model).from_pretrained(tmp_path / "packed", dtype=dtype)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    assert len(layers) == 2 + 2 + 3
+    expected = copy.deepcopy(model).dequantize()
+    expected.save_pretrained(tmp_path / "dense")
+    expected = type(model).from_pretrained(tmp_path / "dense", dtype=dtype)
+    for name, layer in layers.items():
+        kept = dtype is torch.float16 and name.endswith(".wo")
+        assert layer.dtype is (torch.float32 if kept else dtype), name
+        assert expected.get_submodule(name).weight.dtype is layer.dtype
+        assert torch.equal(expected.get_submodule(name).weight, layer.weight)
+    assert model(**IDS, decoder_input_ids=IDS["input_ids"])[0].isfinite().all()
 
 
 # ------------------------------------------------------------------ adapters

@@ -106,7 +106,7 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
                 layer = Unfilled.from_record(record, old.bias)
                 layer._is_hf_initialized = True  # transformers must not draw random numbers for it
                 replace(model, layer_name, layer)
-                self._dtypes[layer_name] = old.weight.dtype
+                self._dtypes[layer_name] = dtype_of(f"{layer_name}.weight", old.weight.dtype, model)
                 self._sized.append(layer)
                 self._to_fill.setdefault(file, []).append((name, layer_name))
                 buffers |= {c.attribute for c in layer.description.components}
@@ -261,6 +261,12 @@ class Names:
             expected, got = list(layer.weight.shape), list(record.shape)
             raise UsageError(f"expected shape {expected}, as the config says, got {got}", path=path, tensor=name)
         return str(layer_name)
+
+
+def dtype_of(name: str, dtype: torch.dtype, model: Any) -> torch.dtype:
+    """The dtype that transformers loads a weight in, of a model created in ``dtype``: some stay in float32."""
+    kept = model._get_dtype_plan(dtype)
+    return next((kept[p] for p in kept if re.search(p.replace("*", ".*"), name)), dtype)
 
 
 def _alternatives(names: set[str]) -> str:
