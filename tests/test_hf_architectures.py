@@ -179,3 +179,28 @@ def test_all_linear_is_refused() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     with pytest.raises(sf.errors.UsageError, match="all-linear"):
         hf.with_sparse_layers(peft.LoraConfig(target_modules="all-linear"))
+
+
+@pytest.fixture
+def adapted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model with sparse layers and an adapter on one of them."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    # transformers asks for a newer release than pip may have installed
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    model = qwen2()[0]
+    hf.sparsify(model, "re:_proj=csr", prune=True, sparsity=0.5)
+    model.add_adapter(hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"])))
+    return model
+
+
+def test_adapters_are_saved_by_the_main_process_alone(adapted: Any, tmp_path: Path) -> None:
+    adapted.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not list((tmp_path / "other").glob("*"))
+    adapted.save_pretrained(tmp_path / "main")
+    names = {p.name for p in (tmp_path / "main").iterdir()}
+    assert names >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert not any(name.startswith(("spformat", "model")) for name in names)
+    adapted.save_pretrained(tmp_path / "shards", max_shard_size=600)
+    assert len(list((tmp_path / "shards").glob("adapter_model-*.safetensors"))) > 1
+    with pytest.raises(sf.errors.OutputError, match="overwrite=True"):
+        adapted.save_pretrained(tmp_path / "main", overwrite=False)

@@ -114,7 +114,7 @@ def save_pretrained(
     model that has no sparse layer any more, as a dense one.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
-        type(model).save_pretrained(model, save_directory, **options)
+        _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
         return
     if not any(isinstance(m, SparseLinear) for m in model.modules()):
         settings = _take_settings(model.config)
