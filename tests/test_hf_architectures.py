@@ -204,3 +204,10 @@ def test_adapters_are_saved_by_the_main_process_alone(adapted: Any, tmp_path: Pa
     assert len(list((tmp_path / "shards").glob("adapter_model-*.safetensors"))) > 1
     with pytest.raises(sf.errors.OutputError, match="overwrite=True"):
         adapted.save_pretrained(tmp_path / "main", overwrite=False)
+
+
+def test_the_model_below_adapters_is_not_saved_as_noise(adapted: Any, tmp_path: Path) -> None:
+    """Its layers have other names there, under which nothing loads."""
+    with pytest.raises(sf.errors.UsageError, match=r"layers\.0\.self_attn\.q_proj has an adapter"):
+        adapted.model.save_pretrained(tmp_path / "part")
+    assert not (tmp_path / "part").exists()

@@ -111,7 +111,8 @@ def save_pretrained(
     (``push_to_hub``, ``variant``, ..) are refused: UsageError.
 
     With adapters on the model (``add_adapter``) only those are saved, by transformers, with all of its options. So is a
-    model that has no sparse layer any more, as a dense one.
+    model that has no sparse layer any more, as a dense one. A model below adapters, whose layers have other names, is
+    refused: UsageError.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
@@ -127,6 +128,12 @@ def save_pretrained(
     given = [name for name, value in options.items() if value not in (None, USUAL.get(name))]
     if given:
         raise UsageError(f"save_pretrained: expected no other option for sparse layers, got {', '.join(sorted(given))}")
+    adapted = next((name for name, _ in model.named_modules() if name.endswith(".base_layer")), None)
+    if adapted is not None:
+        raise UsageError(
+            f"{adapted.removesuffix('.base_layer')} has an adapter of PEFT: save adapters by save_pretrained of the "
+            "model that they were added to, or take them off first, as unload() does"
+        )
     try:
         shard = SHARD if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     except ValueError as e:
