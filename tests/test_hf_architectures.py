@@ -211,3 +211,21 @@ def test_the_model_below_adapters_is_not_saved_as_noise(adapted: Any, tmp_path: 
     with pytest.raises(sf.errors.UsageError, match=r"layers\.0\.self_attn\.q_proj has an adapter"):
         adapted.model.save_pretrained(tmp_path / "part")
     assert not (tmp_path / "part").exists()
+
+
+MODULES_TO_SAVE = {"a sparse layer": ["o_proj"], "its parent": ["norm", "layers.0.mlp"]}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("names", MODULES_TO_SAVE.values(), ids=MODULES_TO_SAVE)
+def test_sparse_layers_are_not_trained_as_a_whole(names: list[str]) -> None:
+    """PEFT would train a copy of each module, and a sparse weight does not train."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    model = qwen2()[0]
+    hf.sparsify(model, "re:_proj=csr", prune=True, sparsity=0.5)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=names)
+    with pytest.raises(sf.errors.UsageError, match=rf"modules_to_save: .*{names[-1]}.*sparse"):
+        hf.with_sparse_layers(config, model)
+    config.modules_to_save = ["lm_head", "norm"]
+    adapted = peft.get_peft_model(model, hf.with_sparse_layers(config, model))
+    assert adapted.base_model.model.lm_head.modules_to_save.default.weight.requires_grad
