@@ -165,7 +165,7 @@ def _by_transformers(
         raise OutputError("the target holds files already; use overwrite=True", path=folder)
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size
-    type(model).save_pretrained(model, folder, is_main_process, **options)
+    type(model).save_pretrained(model, folder, is_main_process=is_main_process, **options)
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
