@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,71 @@ def test_transposed_weights_are_refused_by_name(tmp_path: Path) -> None:
         SparseLinear.from_linear(model.transformer.h[0].attn.c_proj, "csr")
 
 
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128, n_positions=32, pad_token_id=0)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
+def test_a_model_without_the_only_sparse_layer_is_loaded_as_a_dense_one(auto: str, tmp_path: Path) -> None:
+    """All that it needs is in the folder, dense: the other layers of GPT-2 cannot be sparse."""
+    whole = gpt2()
+    hf.sparsify(whole, "lm_head.weight=csr", prune=True, sparsity=0.5)
+    whole.save_pretrained(tmp_path / "packed")
+    model, info = getattr(transformers, auto).from_pretrained(tmp_path / "packed", output_loading_info=True)
+    new = {"score.weight"} if "Classification" in auto else set()
+    assert info == {"missing_keys": new, "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
+    with torch.no_grad():
+        expected = whole.transformer(**IDS).last_hidden_state
+        assert torch.equal(getattr(model, "transformer", model)(**IDS).last_hidden_state, expected)
+    assert not getattr(model, "is_quantized", False)
+    model.save_pretrained(tmp_path / "dense")
+    again, info = type(model).from_pretrained(tmp_path / "dense", output_loading_info=True)
+    assert (tmp_path / "dense" / "model.safetensors").exists()
+    assert not any(info.values()), info
+    with torch.no_grad():
+        assert torch.equal(again(**IDS)[0], model(**IDS)[0])
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Only the head has a name that the model knows, and all the rest would be random."""
+    model = qwen2()[0]
+    hf.sparsify(model, "re:_proj=csr", prune=True, sparsity=0.5)
+    model.save_pretrained(tmp_path / "packed")
+    config = gpt2().config
+    config.quantization_config = {"quant_method": "spformat"}
+    config.transformers_weights = "spformat.safetensors.index.json"
+    with pytest.raises(sf.errors.UsageError, match="dense ones are 1 of the 17 tensors of the model"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", config=config)
+    model.dequantize().save_pretrained(tmp_path / "dense")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "dense")
+    config.quantization_config = {"quant_method": "spformat"}
+    with pytest.raises(sf.errors.UsageError, match="no tensor of the checkpoint is sparse"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense", config=config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_layers_that_stay_in_float32_do_so_when_they_are_sparse(dtype: Any, tmp_path: Path) -> None:
+    """transformers keeps the output layer of T5's blocks in float32 when the model is loaded in float16."""
+    torch.manual_seed(0)
+    model = t5()[0]
+    hf.sparsify(model, r"re:(wo|wi|\.q)\.weight$=csr", prune=True, sparsity=0.5)
+    model.save_pretrained(tmp_path / "packed")
+    model = type(model).from_pretrained(tmp_path / "packed", dtype=dtype)
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    assert len(layers) == 2 + 2 + 3
+    expected = copy.deepcopy(model).dequantize()
+    expected.save_pretrained(tmp_path / "dense")
+    expected = type(model).from_pretrained(tmp_path / "dense", dtype=dtype)
+    for name, layer in layers.items():
+        kept = dtype is torch.float16 and name.endswith(".wo")
+        assert layer.dtype is (torch.float32 if kept else dtype), name
+        assert expected.get_submodule(name).weight.dtype is layer.dtype
+        assert torch.equal(expected.get_submodule(name).weight, layer.weight)
+    assert model(**IDS, decoder_input_ids=IDS["input_ids"])[0].isfinite().all()
+
+
 # ------------------------------------------------------------------ adapters
 
 
@@ -113,3 +179,53 @@ def test_all_linear_is_refused() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     with pytest.raises(sf.errors.UsageError, match="all-linear"):
         hf.with_sparse_layers(peft.LoraConfig(target_modules="all-linear"))
+
+
+@pytest.fixture
+def adapted(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model with sparse layers and an adapter on one of them."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    # transformers asks for a newer release than pip may have installed
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda **_: None)
+    model = qwen2()[0]
+    hf.sparsify(model, "re:_proj=csr", prune=True, sparsity=0.5)
+    model.add_adapter(hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"])))
+    return model
+
+
+def test_adapters_are_saved_by_the_main_process_alone(adapted: Any, tmp_path: Path) -> None:
+    adapted.save_pretrained(tmp_path / "other", is_main_process=False)
+    assert not list((tmp_path / "other").glob("*"))
+    adapted.save_pretrained(tmp_path / "main")
+    names = {p.name for p in (tmp_path / "main").iterdir()}
+    assert names >= {"adapter_model.safetensors", "adapter_config.json"}
+    assert not any(name.startswith(("spformat", "model")) for name in names)
+    adapted.save_pretrained(tmp_path / "shards", max_shard_size=600)
+    assert len(list((tmp_path / "shards").glob("adapter_model-*.safetensors"))) > 1
+    with pytest.raises(sf.errors.OutputError, match="overwrite=True"):
+        adapted.save_pretrained(tmp_path / "main", overwrite=False)
+
+
+def test_the_model_below_adapters_is_not_saved_as_noise(adapted: Any, tmp_path: Path) -> None:
+    """Its layers have other names there, under which nothing loads."""
+    with pytest.raises(sf.errors.UsageError, match=r"layers\.0\.self_attn\.q_proj has an adapter"):
+        adapted.model.save_pretrained(tmp_path / "part")
+    assert not (tmp_path / "part").exists()
+
+
+MODULES_TO_SAVE = {"a sparse layer": ["o_proj"], "its parent": ["norm", "layers.0.mlp"]}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("names", MODULES_TO_SAVE.values(), ids=MODULES_TO_SAVE)
+def test_sparse_layers_are_not_trained_as_a_whole(names: list[str]) -> None:
+    """PEFT would train a copy of each module, and a sparse weight does not train."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    model = qwen2()[0]
+    hf.sparsify(model, "re:_proj=csr", prune=True, sparsity=0.5)
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=names)
+    with pytest.raises(sf.errors.UsageError, match=rf"modules_to_save: .*{names[-1]}.*sparse"):
+        hf.with_sparse_layers(config, model)
+    config.modules_to_save = ["lm_head", "norm"]
+    adapted = peft.get_peft_model(model, hf.with_sparse_layers(config, model))
+    assert adapted.base_model.model.lm_head.modules_to_save.default.weight.requires_grad

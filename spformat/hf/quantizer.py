@@ -27,15 +27,12 @@ from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..torch.loading import is_sparse
-from ..torch.models import densify, is_linear, replace
+from ..torch.models import is_linear, replace
 from ..torch.module import SparseLinear
 from .config import SpformatConfig
-from .saving import save_itself, sparsify, untie
+from .saving import CAST, dequantize, save_itself, sparsify, untie
 
 log = logging.get_logger(__name__)
-
-CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""dtypes of values that are cast to the dtype of the model, as transformers casts dense weights."""
 
 
 @register_quantizer(METHOD)
@@ -90,10 +87,11 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
             return model
         self._to_fill, entries, buffers = {}, set(), set()
         names = Names(model)
-        unused = []
+        unused, dense = [], []
         for file in checkpoint_files or ():
             with safe_open(file) as f:
                 records = {name: f.info(name) for name in f if is_sparse(f.info(name))}
+                dense += [name for name in f if name not in records]
                 stack = next((name for name in f if f.info(name).format is Stack), None)
             if stack is not None:
                 message = "transformers cannot load a stack of sparse matrices; convert again with --exclude for it"
@@ -108,14 +106,15 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
                 layer = Unfilled.from_record(record, old.bias)
                 layer._is_hf_initialized = True  # transformers must not draw random numbers for it
                 replace(model, layer_name, layer)
-                self._dtypes[layer_name] = old.weight.dtype
+                self._dtypes[layer_name] = dtype_of(f"{layer_name}.weight", old.weight.dtype, model)
                 self._sized.append(layer)
                 self._to_fill.setdefault(file, []).append((name, layer_name))
                 buffers |= {c.attribute for c in layer.description.components}
+        if not (self._to_fill or unused):
+            message = "no tensor of the checkpoint is sparse: take quantization_config out of its config.json"
+            raise UsageError(message, path=_first(checkpoint_files))
         if not self._to_fill:
-            raise UsageError(
-                "no tensor of the checkpoint is a sparse weight of this model", path=_first(checkpoint_files)
-            )
+            names.require_half(dense, _first(checkpoint_files))
         filled = {f"{layer_name}.weight" for pairs in self._to_fill.values() for _, layer_name in pairs}
         for target, source in model.all_tied_weights_keys.items():
             if source in filled and target not in filled:
@@ -144,6 +143,9 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
             c = self.quantization_config
             sparsify(model, c.rules, prune=c.prune, sparsity=c.sparsity)
             return model
+        if not self._to_fill:  # the sparse weights are those of other layers, such as a head
+            self.remove_quantization_config(model)
+            return model
         devices = set(map(str, getattr(model, "hf_device_map", {}).values()))
         if len(devices) > 1 and "cpu" in devices:
             raise UsageError("device_map: sparse layers are not offloaded to the host; choose GPUs only, or 'cpu'")
@@ -163,10 +165,9 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         save_itself(model)
         return model
 
-    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        densify(model)
-        model.__dict__.pop("save_pretrained", None)
-        return model.to(dtype)
+    def dequantize(self, model: Any, dtype: Any = None) -> Any:
+        """Make all layers dense: ``saving.dequantize``."""
+        return dequantize(model, dtype)
 
     # ---------------------------------------------------------------- what transformers asks
 
@@ -218,15 +219,30 @@ class Names:
         self._renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
         self._converters = [c for c in conversions if isinstance(c, WeightConverter)]
 
+    def _renamed(self, name: str) -> tuple[str, Any]:
+        """The name in the model of a tensor of a checkpoint; and a pattern, if it is joined with others or divided."""
+        prefix = self.model.base_model_prefix
+        renamed, merged = rename_source_key(name, self._renamings, self._converters, prefix, self._tensors)
+        if renamed not in self._tensors and name in self._tensors:
+            return name, None
+        return renamed, merged
+
+    def require_half(self, dense: Sequence[str], path: str) -> None:
+        """UsageError if dense tensors of these names alone leave most of the model to random numbers."""
+        there = {self._renamed(name)[0] for name in dense} & self._tensors.keys()
+        if 2 * len(there) < len(self._tensors):
+            raise UsageError(
+                f"no sparse tensor of the checkpoint is a weight of this model, and its dense ones are {len(there)} of "
+                f"the {len(self._tensors)} tensors of the model: load it with the class and config of its own",
+                path=path,
+            )  # fmt: skip
+
     def layer_of(self, name: str, record: Record, path: str) -> str | None:
         """The layer that a sparse tensor is the weight of; None if the model has no tensor of that name.
 
         UsageError for a tensor that is not the weight of a linear layer, or that has another shape.
         """
-        prefix = self.model.base_model_prefix
-        renamed, merged = rename_source_key(name, self._renamings, self._converters, prefix, self._tensors)
-        if renamed not in self._tensors and name in self._tensors:
-            renamed, merged = name, None
+        renamed, merged = self._renamed(name)
         if merged is not None:
             raise UsageError(
                 "transformers joins or divides this tensor while loading, so it must be dense: convert with --exclude",
@@ -245,6 +261,12 @@ class Names:
             expected, got = list(layer.weight.shape), list(record.shape)
             raise UsageError(f"expected shape {expected}, as the config says, got {got}", path=path, tensor=name)
         return str(layer_name)
+
+
+def dtype_of(name: str, dtype: torch.dtype, model: Any) -> torch.dtype:
+    """The dtype that transformers loads a weight in, of a model created in ``dtype``: some stay in float32."""
+    kept = model._get_dtype_plan(dtype)
+    return next((kept[p] for p in kept if re.search(p.replace("*", ".*"), name)), dtype)
 
 
 def _alternatives(names: set[str]) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.utils.hub import convert_file_size_to_int
 
-from ..checkpoint.layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, config_for
+from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
 from ..checkpoint.packing import write_packed
-from ..errors import UsageError
+from ..errors import OutputError, UsageError
 from ..storage.files import Path
 from ..storage.filewriter import Tensor
 from ..storage.output import publish
@@ -25,6 +25,8 @@ USUAL = {"push_to_hub": False, "save_peft_format": True, "save_original_format":
 """Options of transformers with the values that change nothing here."""
 SHARD = 5 * 10**9
 """Bytes of a file, unless a single tensor has more."""
+CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""dtypes of values that are cast to the dtype of the model, as transformers casts dense weights."""
 
 
 def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str, SparseLinear]:
@@ -35,9 +37,51 @@ def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str
 
 
 def save_itself(model: Any) -> None:
-    """Give a model a ``save_pretrained`` that knows sparse layers, in place of that of its class."""
-    untie(model)
-    model.save_pretrained = functools.partial(save_pretrained, model)
+    """Give a model ``save_pretrained`` and ``dequantize`` that know sparse layers, in place of those of its class.
+
+    So do the models of transformers inside it, an encoder or a language model: a part is saved like the whole.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            untie(part)
+            part.save_pretrained = Saving(save_pretrained, part)
+            part.dequantize = functools.partial(dequantize, part)
+
+
+class Saving(models.Saving):
+    """The ``save_pretrained`` of ``save_itself``."""
+
+    def take_back(self, model: Any) -> None:
+        """Let the model be one of transformers that is not quantized."""
+        super().take_back(model)
+        vars(model).pop("dequantize", None)
+        if _method(getattr(model, "hf_quantizer", None)) == METHOD:
+            model.hf_quantizer.remove_quantization_config(model)
+        _take_settings(model.config)
+
+
+def _method(owner: Any) -> Any:
+    """The method of the ``quantization_config`` of a config or a quantizer; None without one."""
+    settings = getattr(owner, "quantization_config", None)
+    return settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+
+
+def _take_settings(config: Any) -> Any:
+    """Take the ``quantization_config`` of spformat out of a config; None if it has none."""
+    return vars(config).pop("quantization_config") if _method(config) == METHOD else None
+
+
+def dequantize(model: Any, dtype: Any = None) -> Any:
+    """Make all sparse layers dense; returns the same model.
+
+    dtype: of the whole model. By default every tensor keeps its dtype, but for int8 and float8 weights, which no dense
+    layer multiplies: they get the dtype of the model.
+    """
+    usual = model.dtype
+    for layer in models.densify(model).values():
+        if layer.weight.dtype not in CAST:
+            layer.weight = torch.nn.Parameter(layer.weight.to(usual))
+    return model if dtype is None else model.to(dtype)
 
 
 def untie(model: Any) -> None:
@@ -55,26 +99,43 @@ def save_pretrained(
     save_directory: Path,
     is_main_process: bool = True,
     *,
-    max_shard_size: int | str = SHARD,
+    max_shard_size: int | str | None = None,
     overwrite: bool = True,
     **options: Any,
 ) -> None:
     """Write a model with sparse layers into a folder that ``from_pretrained`` loads after ``import spformat.hf``.
 
     is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more; an
-    int, or a text like "5GB".
-    overwrite: replace an earlier checkpoint in the folder, as transformers does. With adapters on the model
-    (``add_adapter``) only those are saved, by transformers. Other options of transformers (``push_to_hub``,
-    ``variant``, ..) are refused: UsageError.
+    int, or a text like "5GB", which is the default.
+    overwrite: replace an earlier checkpoint in the folder, as transformers does. Other options of transformers
+    (``push_to_hub``, ``variant``, ..) are refused: UsageError.
+
+    With adapters on the model (``add_adapter``) only those are saved, by transformers, with all of its options. So is a
+    model that has no sparse layer any more, as a dense one. A model below adapters, whose layers have other names, is
+    refused: UsageError.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
-        type(model).save_pretrained(model, save_directory, **options)
+        _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
+        return
+    if not any(isinstance(m, SparseLinear) for m in model.modules()):
+        settings = _take_settings(model.config)
+        try:
+            _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
+        finally:
+            if settings is not None:  # the config may be that of a model around this one
+                model.config.quantization_config = settings
         return
     given = [name for name, value in options.items() if value not in (None, USUAL.get(name))]
     if given:
         raise UsageError(f"save_pretrained: expected no other option for sparse layers, got {', '.join(sorted(given))}")
+    adapted = next((name for name, _ in model.named_modules() if name.endswith(".base_layer")), None)
+    if adapted is not None:
+        raise UsageError(
+            f"{adapted.removesuffix('.base_layer')} has an adapter of PEFT: save adapters by save_pretrained of the "
+            "model that they were added to, or take them off first, as unload() does"
+        )
     try:
-        shard = convert_file_size_to_int(max_shard_size)
+        shard = SHARD if max_shard_size is None else convert_file_size_to_int(max_shard_size)
     except ValueError as e:
         raise UsageError(
             f"max_shard_size: expected bytes as an int or a text like '5GB', got {max_shard_size!r}"
@@ -94,6 +155,17 @@ def save_pretrained(
         config = config_for(f.read(), TRANSFORMERS, path)
     publish(path, config, overwrite=True)
     write_packed(folder, tensors, shard, overwrite, PACKED_INDEX)
+
+
+def _by_transformers(
+    model: Any, folder: Path, is_main_process: bool, max_shard_size: int | str | None, overwrite: bool, options: Any
+) -> None:
+    """Call the ``save_pretrained`` of the class of a model."""
+    if not overwrite and os.path.isdir(folder) and os.listdir(folder):
+        raise OutputError("the target holds files already; use overwrite=True", path=folder)
+    if max_shard_size is not None:
+        options["max_shard_size"] = max_shard_size
+    type(model).save_pretrained(model, folder, is_main_process=is_main_process, **options)
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -65,7 +66,7 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     """Replace every ``SparseLinear`` of a model by a ``torch.nn.Linear`` with its weight; returns name -> new layer.
 
     A weight has as many bytes as a dense one, of course. Biases are shared. Weights get a gradient where they have a
-    floating dtype.
+    floating dtype. A model of transformers is saved by its own ``save_pretrained`` again.
     """
     new: dict[int, torch.nn.Linear] = {}
     names: dict[str, torch.nn.Linear] = {}
@@ -86,8 +87,9 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
         for child, layer in list(module._modules.items()):
             if isinstance(layer, SparseLinear) and not layer.has_own_weight:
                 del module._modules[child]  # all of its projections have been replaced
-        if vars(module).get("save_pretrained") is _refused:
-            del module.save_pretrained
+        saving = vars(module).get("save_pretrained")
+        if isinstance(saving, Saving):
+            saving.take_back(module)
     return names
 
 
@@ -143,6 +145,14 @@ def replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
     setattr(holder, leaf, layer)
 
 
+class Saving(functools.partial[None]):
+    """A ``save_pretrained`` that a model of transformers has in place of that of its class, until ``densify``."""
+
+    def take_back(self, model: torch.nn.Module) -> None:
+        """Let the model have that of its class again."""
+        del model.save_pretrained
+
+
 def refuse_plain_saving(model: torch.nn.Module) -> None:
     """Let ``save_pretrained`` of models of transformers raise an error, until ``spformat.hf`` or ``densify`` change it.
 
@@ -153,7 +163,7 @@ def refuse_plain_saving(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, modeling.PreTrainedModel):
-            module.save_pretrained = _refused
+            module.save_pretrained = Saving(_refused)
 
 
 def _refused(*_: Any, **__: Any) -> None:
