@@ -162,6 +162,39 @@ def test_exported_programs_have_one_product() -> None:
     torch.testing.assert_close(program.module()(x), want, rtol=0, atol=0)
 
 
+class Rectified(Attention):
+    """Changes a result in place."""
+
+    def forward(self, x: Any) -> Any:
+        q, k = self.q(x), self.k(x)
+        q.relu_()
+        k *= 2
+        return q, k, self.v(x)
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "inductor", "export"])
+def test_results_are_changed_in_place_in_graphs_with_gradients(way: str) -> None:
+    torch._dynamo.reset()
+    m, x = Rectified(), tokens(4, dtype="float32").requires_grad_()
+    want = m(x)
+    gradient = torch.autograd.grad(sum(y.square().sum() for y in want), x)[0]
+    assert list(st.fuse_projections(m)) == ["fused_q_k_v"]
+    graph = torch.export.export(m, (x,)).module() if way == "export" else torch.compile(m, backend=way, fullgraph=True)
+    got = graph(x)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(sum(y.square().sum() for y in got), x)[0], gradient, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+@pytest.mark.parametrize("graded", [True, False])
+def test_traces_check_themselves(graded: bool) -> None:
+    m, x = Attention().requires_grad_(True), tokens(4, dtype="float32")
+    want = m(x * 2)
+    st.fuse_projections(m)
+    with torch.set_grad_enabled(graded):
+        torch.testing.assert_close(torch.jit.trace(m, (x,))(x * 2), want, rtol=0, atol=0)
+
+
 # ------------------------------------------------------------------ moving, copying, storing
 
 

@@ -31,6 +31,7 @@ from .module import SparseLinear, WithoutWeights
 
 _is_compiling, _is_dynamo = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _autocast_is_on = torch._C._is_any_autocast_enabled
+_tracing = torch._C._get_tracing_state
 _grad_is_on, _inference_is_on = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
@@ -89,8 +90,9 @@ class FusedLinear(SparseLinear):
                     self._pending.value = None
                 return y
         whole = self(x)
-        # A view of several that one operation returns must not be changed in place while autograd records.
-        graded = whole.requires_grad and not _is_compiling()
+        # A view of several that one operation returns must not be changed in place while autograd records; a trace is
+        # recorded again without gradients to check it, and has to be the same. vmap knows the other function alone.
+        graded = whole.requires_grad or (not _is_compiling() and _tracing() is not None)
         parts = torch.unsafe_split_with_sizes if graded else torch.split_with_sizes
         pieces = list(parts(whole, self.sizes, -1))
         y, pieces[place] = pieces[place], None
