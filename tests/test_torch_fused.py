@@ -17,7 +17,6 @@ from torch_layers import DEPTH, ROWS, bias, layer, tokens  # noqa: E402
 import spformat.torch as st  # noqa: E402
 from spformat.errors import UsageError  # noqa: E402
 from spformat.torch.fused import FusedLinear, Projection  # noqa: E402
-from spformat.torch.fusing import called_with_one_input  # noqa: E402
 
 CUT = ["two-four", "vector-nm", "bsr", "csr", "bitmask", "sr-bcrs"]
 """The formats of ``torch_layers`` whose rows can be put together."""
@@ -39,69 +38,6 @@ def fused(module: Any) -> FusedLinear:
 
 def nothing_pending(module: Any) -> bool:
     return all(m._pending.value is None for m in module.modules() if isinstance(m, FusedLinear))
-
-
-# ------------------------------------------------------------------ which layers
-
-
-class Written(torch.nn.Module):
-    """One way to write a forward; ``a``, ``b`` and ``c`` are layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = layer(), layer(), layer()
-
-
-def writing(*lines: str) -> tuple[tuple[str, ...], ...]:
-    """The groups of a class whose forward has these lines."""
-    import linecache
-
-    source = "class C(Written):\n    def forward(self, x, y=None):\n" + "".join(f"        {line}\n" for line in lines)
-    name = f"<{len(linecache.cache)} {hash(source)}>"
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    space = {"Written": Written, "torch": torch, "__name__": __name__}
-    exec(compile(source, name, "exec"), space)
-    return called_with_one_input(space["C"])
-
-
-@pytest.mark.parametrize(
-    ("lines", "groups"),
-    [
-        (["return self.a(x) + self.b(x)"], (("a", "b"),)),
-        (["r = self.b(x)", "return self.c(x) * self.a(y), r"], (("b", "c"),)),
-        (["return self.a(x), self.b(x), self.c(x)", "x = 1"], (("a", "b", "c"),)),
-        (["x = x + 1", "return self.a(x) + self.b(x)"], (("a", "b"),)),
-        (["x = self.a(x)", "return self.b(x)"], ()),
-        (["r = self.a(x)", "x += 1", "return r + self.b(x)"], ()),
-        (["r = self.a(x)", "x.mul_(2)", "return r + self.b(x)"], ()),
-        (["r = self.a(x)", "x[0] = 2", "return r + self.b(x)"], ()),
-        (["return self.a(x) + self.b(y)"], ()),
-        (["return self.a(x) + self.b(x) + self.a(x)"], ()),
-        (["return self.a(x) + self.b(x) + self.b.weight"], ()),
-        (["if y is None:", "    return self.a(x)", "return self.b(x)"], ()),
-        (["if y is None:", "    return self.a(x) + self.b(x)", "return self.c(x)"], (("a", "b"),)),
-        (["return self.a(x) if y is None else self.b(x)"], ()),
-        (["return y is None and self.a(x) + self.b(x)"], (("a", "b"),)),
-        (["return self.a(x) or self.b(x)"], ()),
-        (["return [self.a(x) for _ in range(2)], self.b(x)"], ()),
-        (["for _ in range(2):", "    y = self.a(x)", "return y, self.b(x)"], ()),
-        (["return self.a(x + 1) + self.b(x + 1)"], ()),
-        (["return self.a(x, y) + self.b(x)"], ()),
-    ],
-)
-def test_layers_of_one_input_are_read_from_the_code(lines: list[str], groups: Any) -> None:
-    assert writing(*lines) == groups
-
-
-def test_attentions_and_mlps_of_transformers_are_written_so() -> None:
-    pytest.importorskip("transformers")
-    from importlib import import_module
-
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"):
-        modeling = import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
-        attention, mlp = (getattr(modeling, name + kind) for kind in ("Attention", "MLP"))
-        assert called_with_one_input(attention) == (("q_proj", "k_proj", "v_proj"),)
-        assert called_with_one_input(mlp) == (("gate_proj", "up_proj"),)
 
 
 # ------------------------------------------------------------------ results
@@ -225,6 +161,39 @@ def test_exported_programs_have_one_product() -> None:
     program = torch.export.export(m, (x,))
     assert sum("spformat" in str(n.target) for n in program.graph.nodes if n.op == "call_function") == 1
     torch.testing.assert_close(program.module()(x), want, rtol=0, atol=0)
+
+
+class Rectified(Attention):
+    """Changes a result in place."""
+
+    def forward(self, x: Any) -> Any:
+        q, k = self.q(x), self.k(x)
+        q.relu_()
+        k *= 2
+        return q, k, self.v(x)
+
+
+@pytest.mark.parametrize("way", ["aot_eager", "inductor", "export"])
+def test_results_are_changed_in_place_in_graphs_with_gradients(way: str) -> None:
+    torch._dynamo.reset()
+    m, x = Rectified(), tokens(4, dtype="float32").requires_grad_()
+    want = m(x)
+    gradient = torch.autograd.grad(sum(y.square().sum() for y in want), x)[0]
+    assert list(st.fuse_projections(m)) == ["fused_q_k_v"]
+    graph = torch.export.export(m, (x,)).module() if way == "export" else torch.compile(m, backend=way, fullgraph=True)
+    got = graph(x)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(sum(y.square().sum() for y in got), x)[0], gradient, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+@pytest.mark.parametrize("graded", [True, False])
+def test_traces_check_themselves(graded: bool) -> None:
+    m, x = Attention().requires_grad_(True), tokens(4, dtype="float32")
+    want = m(x * 2)
+    st.fuse_projections(m)
+    with torch.set_grad_enabled(graded):
+        torch.testing.assert_close(torch.jit.trace(m, (x,))(x * 2), want, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------ moving, copying, storing

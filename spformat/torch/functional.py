@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arrays.torch_tensors import untraced
 from ..formats.base import Format
 from ..formats.transposed import Transposed
-from . import operators
 from .description import Description
 from .weights import Weight, keep
 
@@ -27,7 +27,6 @@ def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = 
 
 @untraced
 def _linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None) -> torch.Tensor:
-    operators.refuse_transformed("linear", "x", x, bias)
     tensors, text, transposed = _operands(W)
     return torch.ops.spformat.linear(x, tensors, bias, text, transposed)
 
@@ -40,7 +39,6 @@ def spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
 
 @untraced
 def _spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
-    operators.refuse_transformed("spmm", "B", B)
     tensors, text, transposed = _operands(A)
     return torch.ops.spformat.spmm(tensors, B, text, transposed)
 
@@ -63,11 +61,12 @@ def _tensors_of(matrix: Format) -> tuple[list[torch.Tensor], str]:
 
 @contextmanager
 def _unrecorded() -> Iterator[None]:
-    """Inside the block tensors are real ones, also under a fake or recording mode: they are kept with their matrix."""
+    """Inside the block tensors are real ones, also under a mode that fakes or records, and in transformations of
+    torch.func: they are kept with their matrix."""
     tracing = torch._C._get_tracing_state()
     torch._C._set_tracing_state(None)
     try:
-        with _disable_current_modes():
+        with _disable_current_modes(), temporarily_clear_interpreter_stack():
             yield
     finally:
         torch._C._set_tracing_state(tracing)

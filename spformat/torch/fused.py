@@ -7,11 +7,19 @@ tensor computes it; the others take their columns, and after the last nothing is
 
 A result is never given for another input: it belongs to that tensor object, unchanged, to the contents of the weight
 and to the modes of autograd and autocast. A projection that is called in another way computes the product again.
+
+Where torch counts changes of the input, its count says whether it is unchanged. Tensors of inference mode have none,
+and ``torch.compile`` shows none. There a result is given only between calls of the ``forward`` that was read by
+``fuse_projections``, which has nothing between them that could change the input, and to projections without hooks.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,8 +30,9 @@ from ..formats.vstack import row_range, vstack
 from .module import SparseLinear, WithoutWeights
 from .states import describe
 
-_is_compiling = torch.compiler.is_compiling
+_is_compiling, _is_dynamo = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _autocast_is_on = torch._C._is_any_autocast_enabled
+_tracing = torch._C._get_tracing_state
 _grad_is_on, _inference_is_on = torch.is_grad_enabled, torch.is_inference_mode_enabled
 
 
@@ -45,8 +54,11 @@ class FusedLinear(SparseLinear):
 
     has_own_weight = False
 
-    def __init__(self, layers: Sequence[SparseLinear]) -> None:
-        """layers: of one input, all with a bias or all without. UsageError where their weights cannot be one matrix."""
+    def __init__(self, layers: Sequence[SparseLinear], caller: type | None = None) -> None:
+        """layers: of one input, all with a bias or all without. UsageError where their weights cannot be one matrix.
+
+        caller: the class whose ``forward`` calls the layers, in this order, and leaves the input as it is in between.
+        """
         biases = [layer.bias for layer in layers]
         if any(b is None for b in biases) and any(b is not None for b in biases):
             raise UsageError("bias: expected one for all layers or for none")
@@ -61,11 +73,16 @@ class FusedLinear(SparseLinear):
         self._non_persistent_buffers_set.update(self._names)
         self.sizes = [layer.out_features for layer in layers]
         self._pending = _Pending()
+        self.caller = caller
 
-    def piece(self, place: int, x: torch.Tensor) -> torch.Tensor:
-        """Columns of the product that belong to layer ``place``, [.., sizes[place]]: a view of the whole result."""
-        state, pending = self._state(x), self._pending.value
-        if pending is not None and pending[0] is x and pending[1] == state:
+    def piece(self, projection: Projection, x: torch.Tensor) -> torch.Tensor:
+        """Columns of the product that belong to a projection, [.., sizes[place]]: a view of the whole result."""
+        place, (state, counted) = projection.place, self._state(x)
+        keep = take = counted
+        if not counted and self._is_called_as_read(projection):
+            keep, take = place == 0, place > 0
+        pending = self._pending.value
+        if take and pending is not None and pending[0] is x and pending[1] == state:
             pieces = pending[2]
             y = pieces[place]
             if y is not None:
@@ -74,26 +91,38 @@ class FusedLinear(SparseLinear):
                     self._pending.value = None
                 return y
         whole = self(x)
-        # A view of several that one operation returns must not be changed in place while autograd records.
-        graded = whole.requires_grad and not _is_compiling()
+        # A view of several that one operation returns must not be changed in place while autograd records; a trace is
+        # recorded again without gradients to check it, and has to be the same. vmap knows the other function alone.
+        graded = whole.requires_grad or (not _is_compiling() and _tracing() is not None)
         parts = torch.unsafe_split_with_sizes if graded else torch.split_with_sizes
         pieces = list(parts(whole, self.sizes, -1))
         y, pieces[place] = pieces[place], None
-        self._pending.value = (x, state, pieces) if len(pieces) > 1 else None
+        self._pending.value = (x, state, pieces) if keep and len(pieces) > 1 else None
         return y
 
-    def _state(self, x: torch.Tensor) -> Any:
-        """What a result depends on beside the identity of x; equal states give equal results. None in a compiler,
-        which sees changes by itself."""
-        if _is_compiling():
-            return None
-        bias, autocast = self._parameters.get("bias"), _autocast_is_on() and torch.get_autocast_dtype(x.device.type)
-        try:
-            contents = [(t._version, t.data_ptr()) for t in self._tensors()]
-        except RuntimeError:  # buffers that were created in inference mode; the next product replaces them
-            return object()
-        bias_now = None if bias is None else (_version(bias), bias.data_ptr())
-        return _version(x), _grad_is_on(), _inference_is_on(), autocast, contents, bias_now
+    def _state(self, x: torch.Tensor) -> tuple[Any, bool]:
+        """What a result depends on beside the identity of x, and whether it has the counts of all changes: then equal
+        states give equal results."""
+        device, tensors = x.device.type, self._tensors()
+        if _is_dynamo():
+            autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+            return (_grad_is_on(), autocast), False
+        modes = _grad_is_on(), _inference_is_on(), _autocast_is_on() and torch.get_autocast_dtype(device)
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            tensors.append(bias)
+        versions = [_version(t) for t in (x, *tensors)]
+        places = None if _is_compiling() else [t.data_ptr() for t in tensors]  # torch.export has tensors without memory
+        return (modes, versions, places), None not in versions
+
+    def _is_called_as_read(self, projection: Projection) -> bool:
+        """Whether the ``forward`` that was read calls the projection, with no other code in between."""
+        if _is_dynamo():  # shows no callers
+            return not (_has_hooks(projection) or _has_hooks(self))
+        frame: FrameType | None = sys._getframe(2)  # that of projection.forward
+        while frame is not None and frame.f_code in _CALLING:
+            frame = frame.f_back
+        return frame is not None and frame.f_code is _code_of(self.caller) and not _has_hooks(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_pending": _Pending()}
@@ -105,16 +134,24 @@ class FusedLinear(SparseLinear):
         """Nothing: the projections refuse."""
 
 
-def _version(t: torch.Tensor) -> int:
-    """How often torch has counted a change; 0 for a tensor of inference mode, where it does not count.
-
-    Of an input nothing is lost: ``fuse_projections`` has read that nothing changes it between the calls.
-    """
+def _version(t: torch.Tensor) -> int | None:
+    """How often torch has counted a change; None for a tensor of inference mode, where it does not count."""
     try:
         version: int = t._version
     except RuntimeError:
-        return 0
+        return None
     return version
+
+
+def _has_hooks(m: torch.nn.Module) -> bool:
+    return bool(m._forward_hooks or m._forward_pre_hooks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_of(cls: Any) -> CodeType | None:
+    """The code of the ``forward`` of a class, as it was when a result was first asked for."""
+    code: CodeType | None = getattr(inspect.unwrap(cls.forward), "__code__", None) if cls is not None else None
+    return code
 
 
 class Projection(SparseLinear):
@@ -140,7 +177,7 @@ class Projection(SparseLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [.., in_features] -> y [.., out_features], a view whose rows have gaps between them."""
         fused: FusedLinear = self._fused
-        return fused.piece(self.place, x)
+        return fused.piece(self, x)
 
     @property
     def matrix(self) -> Format:
@@ -194,3 +231,9 @@ class Projection(SparseLinear):
     ) -> None:  # fmt: skip
         if any(name.startswith(prefix) for name in state_dict):
             error_msgs.append(f"{prefix}weight: fused projections are not loaded: load first, then fuse_projections")
+
+
+_CALLING = frozenset(
+    f.__code__ for f in (Projection.forward, torch.nn.Module._call_impl, torch.nn.Module._wrapped_call_impl)
+)
+"""What runs between a ``forward`` that calls a projection without hooks and ``FusedLinear.piece``."""

@@ -6,8 +6,8 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Iterator
-from typing import Any, TypeGuard
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from ..formats.vstack import check_vstack
 from .fused import FusedLinear, Projection
 from .models import replace
 from .module import SparseLinear
+from .reading import Call, Reader
 
 NAMED = 5
 """Most reasons that an error lists."""
@@ -28,9 +29,10 @@ def fuse_projections(model: torch.nn.Module, modules: str = "*") -> dict[str, Fu
     modules: a pattern over the names of the modules that call the layers ("model.layers.0.self_attn"), as rules have
     it; "re:.." is a regular expression.
 
-    Layers of one module are fused if its ``forward`` calls each of them once, with the same variable, which does not
-    change between these calls: attentions and MLPs of Llama, Mistral, Qwen and Gemma in transformers are such modules,
-    and others that are written like them. They stay where they are and become ``Projection`` modules, whose results
+    Layers of one module are fused if its ``forward`` calls each of them once, with the same variable, and if nothing
+    between these calls could change it: no assignment, no call that gets the tensor or what shares memory with it, no
+    ``with`` block. Attentions and MLPs of Llama, Mistral, Qwen and Gemma in transformers are such modules, and others
+    that are written like them. They stay where they are and become ``Projection`` modules, whose results
     are columns of one product: not contiguous if there are several rows. The fused layer is a new module of their
     parent. Its weight is a new matrix; the memory of the old ones is given back if nobody else has it.
 
@@ -68,7 +70,7 @@ def fuse_projections(model: torch.nn.Module, modules: str = "*") -> dict[str, Fu
 
 def _fuse(model: torch.nn.Module, name: str, m: torch.nn.Module, children: tuple[str, ...], own: str) -> FusedLinear:
     layers = [getattr(m, child) for child in children]
-    new = FusedLinear(layers)
+    new = FusedLinear(layers, type(m))
     new.training = layers[0].training
     for place, (child, layer) in enumerate(zip(children, layers, strict=True)):
         replace(model, f"{name}.{child}" if name else child, Projection(layer, new, place))
@@ -81,10 +83,18 @@ def _groups(m: torch.nn.Module) -> Iterator[tuple[str, ...]]:
     if "forward" in vars(m):
         return
     cls: Any = type(m)
-    for children in called_with_one_input(cls):
+    layers = frozenset(name for name, child in m._modules.items() if _leaves_its_input(child))
+    for children in called_with_one_input(cls, layers):
         sparse = tuple(c for c in children if type(m._modules.get(c)) is SparseLinear)
         if len(sparse) > 1:
             yield sparse
+
+
+def _leaves_its_input(layer: Any) -> bool:
+    """Whether a module is known not to change what it is called with. Hooks on sparse layers are looked at in calls."""
+    if type(layer) is torch.nn.Linear:
+        return "forward" not in vars(layer) and not layer._forward_hooks and not layer._forward_pre_hooks
+    return type(layer) is SparseLinear
 
 
 def _problem(m: torch.nn.Module, children: tuple[str, ...], places: dict[int, int]) -> str:
@@ -120,106 +130,42 @@ def _nothing(modules: dict[str, torch.nn.Module]) -> str:
     cls, children = next(iter(several.items()))
     return (
         f"expected modules whose forward calls several of their SparseLinear layers once each, as in self.q_proj(x), "
-        f"self.k_proj(x), with one variable that does not change in between; {cls}, which has {', '.join(children)}, "
-        "is not written so"
+        f"self.k_proj(x), with one variable, and nothing in between that could change it; {cls}, which has "
+        f"{', '.join(children)}, is not written so"
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def called_with_one_input(cls: Any) -> tuple[tuple[str, ...], ...]:
+def called_with_one_input(cls: Any, layers: frozenset[str] | None = None) -> tuple[tuple[str, ...], ...]:
     """Names of attributes of a class of modules that its ``forward`` calls once each with the same variable, in groups.
 
-    A group is left out if the variable is assigned to or changed in place between the first and the last of its calls,
-    and an attribute is left out if ``forward`` uses it in any other way. () if there is no source.
+    layers: the attributes that are linear layers, which leave their input as it is; None: all that are called so.
+    Nothing between the first and the last call of a group can change the variable or its contents (``reading`` says how
+    that is known), and ``forward`` uses the attributes in no other way. They are in the order of the calls. () if there
+    is no source, or none that is understood.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(cls.forward))))
     except (OSError, TypeError, SyntaxError):
         return ()
-    read = _Reader()
-    read.visit(tree)
-    groups = []
-    for (variable, _), called in read.calls.items():
-        once = sorted((at, attr) for attr, at in called if read.uses[attr] == 1)
-        if len(once) > 1 and not any(once[0][0] < at < once[-1][0] for at in read.changes.get(variable, [])):
-            groups.append(tuple(attr for _, attr in once))
-    return tuple(groups)
+    function = tree.body[0]
+    return groups_of(function, layers, dir(cls)) if isinstance(function, ast.FunctionDef) else ()
 
 
-_Position = tuple[int, int]
-
-
-class _Reader(ast.NodeVisitor):
-    """What a function does with attributes of ``self`` and with its variables."""
-
-    def __init__(self) -> None:
-        self.uses: dict[str, int] = {}
-        """Attribute of self -> how often it is named."""
-        self.calls: dict[tuple[str, tuple[int, ...]], list[tuple[str, _Position]]] = {}
-        """(variable, branches) -> the calls ``self.attribute(variable)`` there."""
-        self.changes: dict[str, list[_Position]] = {}
-        """Variable -> where it is assigned to or changed in place, and where that statement ends: in ``x = f(x)`` the
-        assignment comes last."""
-        self._branches: tuple[int, ...] = ()
-        self._end: _Position = (0, 0)
-
-    def generic_visit(self, node: ast.AST) -> None:
-        """Fields that do not always run, or run several times, are branches of their own."""
-        end_before = self._end
-        if isinstance(node, ast.stmt):
-            self._end = node.end_lineno or 0, node.end_col_offset or 0
-        for name, value in ast.iter_fields(node):
-            before = self._branches
-            if isinstance(node, _BRANCHING) and name in _BRANCHES:
-                self._branches = (*before, hash((id(node), name)))
-            for at, child in enumerate(value if isinstance(value, list) else [value]):
-                if isinstance(node, ast.BoolOp) and at == 1:
-                    self._branches = (*before, id(node))
-                if isinstance(child, ast.AST):
-                    self.visit(child)
-            self._branches = before
-        self._end = end_before
-
-    def _change(self, variable: str, node: ast.expr) -> None:
-        self.changes.setdefault(variable, []).extend([_at(node), self._end])
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """A call of an attribute of self with a variable, or a method that changes a variable in place."""
-        f, x = node.func, node.args[0] if len(node.args) == 1 and not node.keywords else None
-        if _is_of_self(f) and isinstance(x, ast.Name):
-            self.calls.setdefault((x.id, self._branches), []).append((f.attr, _at(node)))
-        if isinstance(f, ast.Attribute) and f.attr.endswith("_") and isinstance(f.value, ast.Name):
-            self._change(f.value.id, node)
-        self.generic_visit(node)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        """An attribute of self."""
-        if _is_of_self(node):
-            self.uses[node.attr] = self.uses.get(node.attr, 0) + 1
-        self.generic_visit(node)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        """A variable that is assigned to or deleted."""
-        if not isinstance(node.ctx, ast.Load):
-            self._change(node.id, node)
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        """Elements of a variable that are assigned to."""
-        if not isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name):
-            self._change(node.value.id, node)
-        self.generic_visit(node)
-
-
-_BRANCHING = (
-    ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.ExceptHandler, ast.Lambda, ast.ListComp, ast.SetComp,
-    ast.DictComp, ast.GeneratorExp, ast.match_case,
-)  # fmt: skip
-_BRANCHES = ("body", "orelse", "handlers", "finalbody", "elt", "key", "value", "generators")
-
-
-def _is_of_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def _at(node: ast.expr) -> _Position:
-    return node.lineno, node.col_offset
+def groups_of(
+    function: ast.FunctionDef, layers: frozenset[str] | None, methods: Iterable[str]
+) -> tuple[tuple[str, ...], ...]:
+    """As ``called_with_one_input``, of the source of a method. methods: the attributes of its class."""
+    read = Reader(function, layers, frozenset(methods))
+    groups: list[list[Call]] = []
+    for (variable, _), calls in read.calls.items() if not read.unclear else ():
+        run: list[Call] = []
+        for call in calls:
+            if read.uses[call.attribute] > 1:
+                continue
+            if run and read.changed(variable, run[0], call):
+                groups.append(run)
+                run = []
+            run.append(call)
+        groups.append(run)
+    return tuple(tuple(call.attribute for call in run) for run in groups if len(run) > 1)

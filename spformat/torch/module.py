@@ -16,7 +16,7 @@ from ..errors import SpformatError, StructureError, UsageError
 from ..formats import by_name
 from ..formats.base import Format
 from ..storage.descriptor import Record
-from . import operators
+from . import operators  # noqa: F401 - registers spformat::linear
 from .conversion import cast, converted, some_become_zero
 from .description import Description, empty_tensors
 from .states import describe, require_fit, rounded
@@ -149,7 +149,6 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
                 if weight is None or not weight.is_current(self._tensors()):
                     weight = self._validated()
                 return weight.linear(x, bias)
-            operators.refuse_transformed("linear", "x", x, bias)
             return torch.ops.spformat.linear(x, self._tensors(), bias, self._text, False)
         return torch.ops.spformat.linear(x, [getattr(self, name) for name in self._names], self.bias, self._text, False)
 

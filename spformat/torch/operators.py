@@ -24,7 +24,23 @@ from .weights import name_of, weight_of, with_lines
 
 Tensors = Sequence[torch.Tensor]
 
-LIBRARY = torch.library.Library("spformat", "DEF")
+
+class _Library(torch.library.Library):  # type: ignore[misc]
+    """A library whose rules of autograd first refuse what they would lose."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
+        """As of torch. What runs as "Autograd" gets the keys of the dispatcher first: ``with_keyset=True``."""
+        if dispatch_key != "Autograd":
+            return super().impl(op_name, fn, dispatch_key, **options)
+
+        def guarded(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            _refuse_transformed(op_name, args)
+            return fn(keys, *args, **kwargs)
+
+        return super().impl(op_name, guarded, dispatch_key, **options)
+
+
+LIBRARY = _Library("spformat", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
 LIBRARY.define("linear(Tensor x, Tensor[] weight, Tensor? bias, str matrix, bool transposed) -> Tensor", tags=TAGS)
 LIBRARY.define("linear_backward(Tensor grad, Tensor[] weight, str matrix, bool transposed) -> Tensor", tags=TAGS)
@@ -136,7 +152,7 @@ _VALUES = (
 )
 _TRANSFORMED = (
     "spformat::{name} has reverse-mode gradients only, by backward() and torch.autograd.grad: forward mode (jvp) and "
-    "torch.func.grad do not pass through it; give a detached {operand}, or densify the layer (spformat.torch.densify)"
+    "torch.func.grad do not pass through it; give detached operands, or densify the layer (spformat.torch.densify)"
 )
 _TWICE = (
     "the second derivative of spformat::{name} is not there: call backward without create_graph=True, or densify the "
@@ -149,16 +165,22 @@ def _refuse_values(weight: Tensors) -> None:
         raise UsageError(_VALUES)
 
 
-def refuse_transformed(name: str, operand: str, *tensors: torch.Tensor | None) -> None:
-    """UsageError for operands with a tangent, or that torch.func differentiates: the operators would lose both."""
+def _refuse_transformed(name: str, args: Sequence[Any]) -> None:
+    """UsageError for operands with a tangent, or that torch.func differentiates: the operators would lose both.
+
+    Autograd comes to an operator once for each transformation around it, the innermost first.
+    """
     forward = forward_ad._current_level >= 0
     interpreter = torch._C._functorch.peek_interpreter_stack()
     reverse = interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Grad
-    for t in tensors if forward or reverse else ():
-        if t is None:
-            continue
-        if (reverse and t.requires_grad) or (forward and forward_ad.unpack_dual(t).tangent is not None):
-            raise UsageError(_TRANSFORMED.format(name=name, operand=operand))
+    if not forward and not reverse:
+        return
+    for given in args:
+        for t in given if isinstance(given, list | tuple) else [given]:
+            if isinstance(t, torch.Tensor) and (
+                (reverse and t.requires_grad) or (forward and forward_ad.unpack_dual(t).tangent is not None)
+            ):
+                raise UsageError(_TRANSFORMED.format(name=name))
 
 
 def _linear_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

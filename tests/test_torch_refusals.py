@@ -1,0 +1,121 @@
+"""What is not there is refused by name wherever an operator runs: in graphs, traces, compiled functions, inside of vmap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed: pip install 'spformat[torch]'")
+
+from torch.autograd import forward_ad  # noqa: E402
+from torch_layers import DEPTH, ROWS, layer, tokens, weights  # noqa: E402
+
+import spformat.torch as st  # noqa: E402
+from spformat.errors import UsageError  # noqa: E402
+
+OPS = torch.ops.spformat
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+
+M = layer("csr", "float32", with_bias=False)
+BIASED = layer("csr", "float32").requires_grad_(True)
+BIASED.weight_data.requires_grad_(False)
+X, T = tokens(3, dtype="float32"), tokens(3, dtype="float32", seed=6)
+NAME = r"spformat::(linear|spmm)(_backward)? has reverse-mode gradients only"
+
+
+def operator(x: Any) -> Any:
+    return OPS.linear(x, M._tensors(), None, M.description.text, False)
+
+
+def spmm(x: Any) -> Any:
+    return OPS.spmm(M._tensors(), x.mT, M.description.text, False).mT
+
+
+CALLS: dict[str, Any] = {
+    "layer": lambda: M,
+    "layer with a bias": lambda: BIASED,
+    "operator": lambda: operator,
+    "spmm": lambda: spmm,
+    "st.linear": lambda: lambda x: st.linear(x, M.matrix),
+    "st.spmm": lambda: lambda x: st.spmm(M.matrix, x.mT).mT,
+    "exported": lambda: torch.export.export(M, (X,)).module(),
+    "symbolic": lambda: torch.fx.symbolic_trace(torch.nn.Sequential(M)),
+    "compiled": lambda: torch.compile(M, backend="aot_eager"),
+}
+
+
+def dual(f: Any) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(X, T))).tangent
+
+
+TRANSFORMED: dict[str, Any] = {
+    "jvp": lambda f: torch.func.jvp(f, (X,), (T,)),
+    "jacfwd": lambda f: torch.func.jacfwd(f)(X),
+    "dual": dual,
+    "grad": lambda f: torch.func.grad(lambda x: f(x).sum())(X),
+    "vjp": lambda f: torch.func.vjp(f, X)[1](T[:, :ROWS]),
+    "jvp of vmap": lambda f: torch.func.jvp(torch.vmap(f), (X[None],), (T[None],)),
+    "grad of vmap": lambda f: torch.func.grad(lambda x: torch.vmap(f)(x).sum())(X[None]),
+    "vmap of grad": lambda f: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(X[None]),
+    "vmap of jvp": lambda f: torch.vmap(lambda x, t: torch.func.jvp(f, (x,), (t,)))(X[None], T[None]),
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+@pytest.mark.parametrize("call", CALLS)
+def test_transformations_are_refused_by_name(call: str, how: str) -> None:
+    torch._dynamo.reset()
+    f = CALLS[call]()
+    if call == "exported" and ("vmap" in how or how == "jacfwd"):
+        pytest.skip("its batch is that of the example")
+    with pytest.raises(UsageError, match=NAME):
+        TRANSFORMED[how](f)
+
+
+@pytest.mark.parametrize("how", ["jvp", "dual", "grad"])
+def test_in_a_trace(how: str) -> None:
+    with pytest.raises(RuntimeError, match=NAME):  # torch puts the traceback of the trace around it
+        TRANSFORMED[how](torch.jit.trace(M, X))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["jvp", "jacfwd", "grad"])
+def test_in_a_compiled_function(how: str, backend: str, fullgraph: bool) -> None:
+    torch._dynamo.reset()
+    transformed = {
+        "jvp": lambda x, t: torch.func.jvp(M, (x,), (t,)),
+        "jacfwd": lambda x, t: torch.func.jacfwd(M)(x),
+        "grad": lambda x, t: torch.func.grad(lambda z: M(z).sum())(x),
+    }[how]
+    with pytest.raises((UsageError, RuntimeError), match=NAME):  # torch puts an error of its own around it, mostly
+        torch.compile(transformed, backend=backend, fullgraph=fullgraph)(X, T)
+
+
+def test_the_tangent_of_a_gradient_is_refused() -> None:
+    for f in (M, spmm):
+        x = X.clone().requires_grad_()
+        y = f(x)
+        with forward_ad.dual_level(), pytest.raises(UsageError, match=NAME):
+            torch.autograd.grad(y, x, forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
+
+
+def test_what_is_not_transformed_passes() -> None:
+    """A tangent or a gradient elsewhere is none of the operator's; and an ordinary gradient flows around it."""
+    want, w = M(X), torch.from_numpy(weights("float32"))
+    y, tangent = torch.func.jvp(lambda x: x.sum() + M(X), (X,), (T,))
+    assert torch.equal(y, X.sum() + want)
+    assert torch.equal(tangent, T.sum().expand(3, ROWS))
+    assert torch.equal(torch.func.grad(lambda x: x.sum() * M(X).sum())(X), want.sum().expand(3, DEPTH))
+    x = X.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(torch.func.grad(lambda s: (s * M(x)).sum())(torch.ones(())), x)
+    assert torch.equal(gradient, w.sum(0).expand(3, DEPTH))
+    A = layer("two-four", "float32").matrix  # whose tensors are first asked for inside of the transformation
+    torch.func.grad(lambda s: (s * st.linear(X, A)).sum())(torch.ones(()))
+    assert torch.equal(st.linear(X, A), X @ w.T)
+    with forward_ad.dual_level():
+        x = X.clone().requires_grad_()
+        M(x).sum().backward()
+    assert torch.equal(x.grad, w.sum(0).expand(3, DEPTH))
