@@ -256,13 +256,16 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
 
     instance = f"spformat::vector_nm::sum_splits<{sum_type}, {out_type}>"
     total = launch.Launch(
-        jit.load(PLAIN_SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id), "PPiiiqq", (), 256
+        jit.load(PLAIN_SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id), "PPiiiq", (), 256, waits=True
     )
     parts = Scratch()
 
     def prepare_split(x: launch.Operands, keep: Any = keep) -> list[launch.Bound]:
         partial = parts.buffer(x.stream, splits * M * x.n * size)
-        steps, grid = (1, x.ldc) if c_col else (x.ldc, 1), (min(ceil_div(M * x.n, 256), 8 * processors), 1, 1)
-        return [*start(x, partial, x.n, 1, M * x.n), total.bind(grid, x.stream, partial, x.c, splits, M, x.n, *steps)]
+        grid = min(ceil_div(M * x.n, 256), 8 * processors), 1, 1
+        # Partial sums lie as C does, so that both are read and written along lines.
+        lines, along, steps = (x.n, M, (1, M)) if c_col else (M, x.n, (x.n, 1))
+        product_of_parts = start(x, partial, *steps, M * x.n)
+        return [*product_of_parts, total.bind(grid, x.stream, partial, x.c, splits, lines, along, x.ldc)]
 
     return prepare_split
