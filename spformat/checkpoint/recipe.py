@@ -22,11 +22,15 @@ ERROR = "error"
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """ "re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed."""
+    """ "re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed.
+
+    Both are for ``search``.
+    """
     try:
         if pattern.startswith("re:"):
             return re.compile(pattern[3:])
-        return re.compile(fnmatch.translate(pattern))
+        # ``translate`` marks the end of the name only.
+        return re.compile(rf"\A{fnmatch.translate(pattern)}")
     except re.error as e:
         raise UsageError(f"pattern {pattern!r}: {e}") from e
 
@@ -34,8 +38,12 @@ def matcher(pattern: str) -> re.Pattern[str]:
 def require_match(flag: str, pattern: str, names: list[str]) -> None:
     """UsageError unless a pattern matches one of the names."""
     if not any(map(matcher(pattern).search, names)):
-        whole = not pattern.startswith("re:") and any(pattern in name for name in names)
-        fix = f"; a pattern is of the whole name: '*{pattern}*', or 're:{pattern}'" if whole else ""
+        around, fix = f"*{pattern}*", ""
+        if not pattern:
+            fix = "; an empty pattern is that of an empty name, and '*' matches all names"
+        elif not pattern.startswith("re:") and any(map(matcher(around).search, names)):
+            literally = any(pattern in name for name in names)
+            fix = f"; a pattern is of the whole name: {around!r}" + (f", or 're:{pattern}'" if literally else "")
         raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..){fix}")
 
 
