@@ -14,6 +14,7 @@ from test_recommend import half, normal, power_law
 from test_structure import same
 
 import spformat as sf
+from spformat.arrays.dtypes import value_type
 from spformat.checkpoint import fastest
 from spformat.dispatch.recommend import Recommendations
 from spformat.errors import IntegrityError, UsageError
@@ -144,3 +145,42 @@ def test_commands_that_are_refused(model: Path, args: list[str], message: str) -
     r = command(args[0], model, *args[1:])
     assert r.code == 2, r.out
     assert message in re.sub(r"[\s│]+", " ", r.err)
+
+
+def no_products(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> Path:
+    """A model with a matrix, or stack, ``b.weight`` of a value type that no kernel multiplies."""
+    values = np.random.default_rng(0).integers(0, 2, shape)
+    tensors: dict[str, Any] = {
+        "a.weight": np.eye(64, dtype=np.float16),
+        "b.weight": values.astype(value_type(dtype).numpy),
+    }
+    sf.save_dense(tmp_path / "m.safetensors", tensors)
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("shape", [(64, 64), (4, 64, 64)], ids=str)
+def test_a_matrix_that_no_kernel_multiplies_is_a_misfit(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    path, why = no_products(tmp_path, dtype, shape), f"no kernel takes products with values of dtype {dtype}"
+    for misfit, target in (("keep", "keep"), ("bitmask", "bitmask"), ("auto", "bitmask")):
+        out = tmp_path / misfit
+        planned = command("plan", path, "--to", "fastest", "--misfit", misfit, "--json")
+        done = command("convert", path, out, "--to", "fastest", "--misfit", misfit, "--json")
+        assert (planned.code, done.code) == (0, 0), planned.err + done.err
+        for answer in (planned, done):
+            b = {t["name"]: t for t in json.loads(answer.out)["tensors"]}["b.weight"]
+            assert b["target"] == target
+            assert why in b["why"]
+        with sf.safe_open(out / "spformat-00001-of-00001.safetensors") as f, sf.safe_open(path) as source:
+            got = f.read("b.weight")
+            dense = got.to_dense() if target != "keep" else got
+            np.testing.assert_array_equal(dense.view(np.uint8), source.array("b.weight").view(np.uint8))
+    planned = command("plan", path, "--to", "fastest", "--json")
+    assert planned.code == 3
+    assert why in {t["name"]: t for t in json.loads(planned.out)["tensors"]}["b.weight"]["error"]
+    for misfit in ("error", "fastest:n=1"):
+        refused = command("convert", path, tmp_path / "out", "--to", "fastest", "--misfit", misfit, "--json")
+        error = json.loads(refused.err)
+        assert (refused.code, error["exit_code"]) == (3, 3)
+        assert (error["path"], error["tensor"]) == (str(path), "b.weight")
+        assert why in error["message"]

@@ -94,14 +94,19 @@ def resolved(target: str, x: Any) -> str:
     """
     best = Fastest.parse(target).recommend(x)[0]
     if best.total_us is None:
-        raise StructureError(f"{target}: no kernel takes products with values of dtype {structure_of(x).dtype}")
+        raise no_kernel(target, structure_of(x).dtype)
     return best.format
 
 
-def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
+def no_kernel(target: str, dtype: str) -> StructureError:
+    """The error about a matrix that no kernel multiplies, in any format."""
+    return StructureError(f"{target}: no kernel takes products with values of dtype {dtype}")
+
+
+def resolved_for_all(target: str, structures: Iterable[Structure]) -> str | None:
     """The format text that a "fastest" target means for several matrices together, the matrices of a stack.
 
-    It is recommended for each of them, and has the least sum. StructureError as of ``resolved``.
+    It is recommended for each of them, and has the least sum. None where ``resolved`` raises.
     """
     wanted = Fastest.parse(target)
     sums: dict[str, float] = {}
@@ -109,9 +114,7 @@ def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
         values = {r.format: r.value(wanted.objective) for r in wanted.recommend(s)}
         sums = {text: sums.get(text, 0.0) + v for text, v in values.items() if i == 0 or text in sums}
     best = min(sums, key=sums.__getitem__)
-    if math.isinf(sums[best]):
-        raise StructureError(f"{target}: no kernel takes products with values of this dtype")
-    return best
+    return None if math.isinf(sums[best]) else best
 
 
 def matrix_in(f: Any, r: Record) -> Any:

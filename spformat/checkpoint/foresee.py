@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..errors import LimitError
+from ..errors import LimitError, StructureError
 from ..formats.dense import Dense
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
@@ -38,7 +38,7 @@ def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOu
                 if recipe.prune:
                     whole, x = x, prune(x, plan.target, recipe)
                     lost = loss(whole, x)
-        except LimitError as e:
+        except (LimitError, StructureError) as e:
             raise e.at(path=f.path, tensor=plan.name) from None
     outcome = foresee(plan, x, recipe)
     return outcome if outcome.target == KEEP else replace(outcome, **lost)
@@ -48,7 +48,12 @@ def _foresee_stack(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOut
     """The outcome of a stack. If one of its matrices goes to the target for misfits, all of them do."""
     matrices: Any = StackedFile(f, [plan.record])
     if needs_counts(plan.target):
-        plan = resolved(matrices, plan, recipe)
+        try:
+            plan = resolved(matrices, plan, recipe)
+        except StructureError as refusal:
+            return replace(kept(plan), target=plan.target, bytes_out=None, error=refusal.message)
+        if plan.target == KEEP:
+            return kept(plan)
     outcomes = []
     for e, m in enumerate(matrices_of(plan)):
         outcomes.append(_foresee_tensor(matrices, m, recipe if recipe.misfit == KEEP else recipe.without_misfit()))
