@@ -76,7 +76,7 @@ def run(
     gpu: str = typer.Option(
         "",
         "--gpu",
-        help="With --to fastest: the device that will multiply, H200 (default), H100, A100 or cpu.",
+        help="With --to fastest: the device that will multiply, H200 (default), another board, sm_89, .., or cpu.",
         autocompletion=gpus.names,
     ),
     in_place: bool = typer.Option(False, "--in-place", help="Allow DST to be SRC, one file; replaced at the end."),

@@ -22,7 +22,7 @@ from ..limits import product
 from ..preprocess.coordinates import STRIP, of_row_chunks, structure_of
 from ..preprocess.structure import Structure
 from ..products.problem import COL, ROW
-from ..products.roofline import Device
+from ..products.roofline import DEVICES, Device
 from ..storage.descriptor import Record
 
 FASTEST = "fastest"
@@ -41,7 +41,15 @@ class Fastest:
     b_layout: str = ROW
 
     def __post_init__(self) -> None:
-        device_named(self.device)
+        try:
+            device_named(self.device)
+        except UsageError:
+            names = ", ".join((*DEVICES, "cpu"))
+            raise UsageError(
+                f"{FASTEST}: device: expected one of {names}, or an architecture like sm_89, got {self.device!r:.80}; "
+                "--gpu also takes other boards by their names",
+                value=self.device,
+            ) from None
         for key, known in (("objective", OBJECTIVES), ("b_layout", (ROW, COL))):
             if (got := getattr(self, key)) not in known:
                 raise UsageError(f"{FASTEST}: {key}: expected one of {', '.join(known)}, got {got!r:.80}")
