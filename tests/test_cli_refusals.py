@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 from pathlib import Path
 
 import numpy as np
+import pytest
+import scipy.sparse as sp
 from catalogue import command
 
 import spformat as sf
@@ -21,3 +25,52 @@ def test_a_refusal_to_prune_names_file_and_tensor(tmp_path: Path) -> None:
             r = command(verb[0], tmp_path / "m.safetensors", *verb[1:], *flags)
             error = json.loads(r.err)
             assert (r.code, error["path"], error["tensor"]) == (3, str(tmp_path / "m.safetensors"), "w"), (to, verb)
+
+
+def hint_of(err: str) -> list[str]:
+    """The words after "spformat" of the command that a message advises."""
+    (line,) = [line for line in err.split("\n") if line.startswith("hint: ")]
+    return shlex.split(line)[2:]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a matrix that does not fit 2:4 in m.npz and in m.safetensors."""
+    x = np.zeros((64, 64), np.float32)
+    x[:, :3] = 1
+    sp.save_npz(tmp_path / "m.npz", sp.csr_array(x))
+    sf.save_dense(tmp_path / "m.safetensors", {"w": x})
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("typed", "path", "tensor"),
+    [
+        ("convert m.npz out.safetensors --to two-four", "m.npz", "m"),
+        ("convert m.npz out.safetensors --to=two-four", "m.npz", "m"),
+        ("convert m.safetensors out --to two-four", "m.safetensors", "w"),
+        ("bench m.safetensors --to two-four -n 1 --repeats 1 --device cpu", "m.safetensors", "w"),
+    ],
+)
+def test_a_matrix_that_does_not_fit_is_named_and_the_hint_works(here: Path, typed: str, path: str, tensor: str) -> None:
+    words = typed.split()
+    r = command(*words)
+    error = json.loads(command(*words, "--json").err.strip().split("\n")[-1])
+    assert r.code == error["exit_code"] == 3
+    assert (os.path.basename(error["path"]), error["tensor"]) == (path, tensor)
+    assert f"{path}: tensor '{tensor}': " in r.err
+    done = command(*hint_of(r.err))
+    assert done.code == 0, done.err
+
+
+def test_a_hint_is_no_option_that_was_given_already(here: Path) -> None:
+    planned = command("plan", "m.safetensors", "--to", "two-four", "--misfit", "error")
+    assert (planned.code, "hint: " in planned.err) == (3, False)
+    assert hint_of(command("plan", "m.npz", "--to", "two-four").err)[-2:] == ["--misfit", "keep"]
+    x = np.ones((64, 64), np.float32)
+    x[0, 0] = np.inf
+    sf.save_dense("inf.safetensors", {"w": x})
+    r = command("convert", "inf.safetensors", "pruned", "--to", "two-four", "--prune", "magnitude")
+    assert r.code == 3
+    assert command(*hint_of(r.err)).code == 0
