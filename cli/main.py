@@ -179,12 +179,15 @@ def _folder_of_link(error: SpformatError) -> str:
     return os.path.dirname(folder) if os.path.basename(folder) == "blobs" else folder
 
 
-def _report_misfit(text: str) -> None:
+def _report_misfit(error: SpformatError) -> None:
     """Print the error about a tensor that its target cannot hold, with a command that works."""
+    text = str(error)
     warnings().print(f"error: {reason([text])}", soft_wrap=True, style="red")
     remedy, others = remedies([text]).removeprefix(". "), ""
     if "--nonfinite keep" in text:  # a refusal to prune
         hint(again("--nonfinite", "keep"))
+    elif "rows" in error.fields:  # of a matrix beyond the memory budget, which --misfit would read
+        others = "--exclude leaves this tensor as it is; --misfit needs a --max-memory that holds it"
     elif takes_misfit():
         # Most often an embedding does not fit, so pruning comes last.
         hint(again("--misfit", "keep"))
@@ -207,7 +210,7 @@ def report(error: SpformatError, as_json: bool) -> int:
         return error.exit_code
     text = str(error)
     if error.exit_code == 3 and not was_given("--misfit"):
-        _report_misfit(text)
+        _report_misfit(error)
     else:
         warnings().print(f"error: {text}", soft_wrap=True, style="red")
     folder = _folder_of_link(error)

@@ -74,3 +74,44 @@ def test_a_hint_is_no_option_that_was_given_already(here: Path) -> None:
     r = command("convert", "inf.safetensors", "pruned", "--to", "two-four", "--prune", "magnitude")
     assert r.code == 3
     assert command(*hint_of(r.err)).code == 0
+
+
+@pytest.fixture
+def beyond(here: Path) -> np.ndarray:
+    """The values of large.safetensors, 2.8 MB of them, of which the group at row 1500 alone does not fit 2:4."""
+    x = np.zeros((2000, 700), np.float16)
+    x[:, ::2] = 1
+    x[1500, :3] = 1
+    sf.save_dense("large.safetensors", {"w": x})
+    return x
+
+
+def test_a_matrix_beyond_the_budget_that_does_not_fit_ends_as_any_other(beyond: np.ndarray) -> None:
+    words = ("convert", "large.safetensors", "out", "--to", "two-four")
+    whole = json.loads(command(*words, "--json").err)
+    assert (whole["exit_code"], whole["first"], "rows" in whole) == (3, [1500, 0], False)
+    r = command(*words, "--max-memory", "2MB")
+    error = json.loads(command(*words, "--max-memory", "2MB", "--json").err)
+    assert r.code == error["exit_code"] == 3
+    assert (os.path.basename(error["path"]), error["tensor"], error["count"]) == ("large.safetensors", "w", 1)
+    begin, end = error["rows"]
+    assert begin + error["first"][0] == 1500 < end
+    assert f"large.safetensors: tensor 'w': in rows {begin}..{end - 1}, numbered from 0 here" in r.err
+    assert "hint: " not in r.err  # --misfit keep would be refused
+    assert command(*words, "--max-memory", "2MB", "--exclude", "w").code == 0
+
+
+@pytest.mark.parametrize("to", ["keep", "dense", "csr", "bitmask"])
+def test_what_is_not_read_as_a_whole_may_be_beyond_the_budget(beyond: np.ndarray, to: str) -> None:
+    done = command("convert", "large.safetensors", "out.safetensors", "--to", to, "--max-memory", "2MB")
+    assert done.code == 0, done.err
+    with sf.safe_open("out.safetensors") as f:
+        x = f.read("w")
+    np.testing.assert_array_equal(x if isinstance(x, np.ndarray) else x.to_dense(), beyond)
+
+
+@pytest.mark.parametrize("to", ["coo", "csc", "dbsr", "ell-buckets"])
+def test_what_is_read_as_a_whole_is_refused_with_the_name_of_the_file(beyond: np.ndarray, to: str) -> None:
+    r = command("convert", "large.safetensors", "out", "--to", to, "--max-memory", "2MB")
+    assert r.code == 78
+    assert f"large.safetensors: w: {to} is converted as a whole, not in row chunks" in r.err

@@ -125,7 +125,7 @@ def _size_chunks(f: TensorFile, chunked: dict[str, ChunkPlan], team: Team) -> tu
 @contextmanager
 def refusal_of_whole(f: TensorFile, c: ChunkPlan) -> Iterator[None]:
     """If a row chunk does not fit the target, raise the error of the whole matrix: its count and positions are those of
-    the whole."""
+    the whole. Of a matrix beyond the memory budget, that of the row chunk, which says so."""
     try:
         yield
     except StructureError as e:
@@ -133,6 +133,10 @@ def refusal_of_whole(f: TensorFile, c: ChunkPlan) -> Iterator[None]:
             convert(f.array(c.plan.name), c.target, **c.params)
         except StructureError as whole:
             raise whole.at(path=f.path, tensor=c.plan.name) from None
+        except LimitError:
+            begin, end = e.fields["rows"]
+            why = "numbered from 0 here, as --max-memory does not hold the matrix"
+            e.message = f"in rows {begin}..{end - 1}, {why}: {e.message}"
         raise e.at(path=f.path, tensor=c.plan.name) from None
 
 
