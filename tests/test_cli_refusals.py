@@ -115,3 +115,29 @@ def test_what_is_read_as_a_whole_is_refused_with_the_name_of_the_file(beyond: np
     r = command("convert", "large.safetensors", "out", "--to", to, "--max-memory", "2MB")
     assert r.code == 78
     assert f"large.safetensors: w: {to} is converted as a whole, not in row chunks" in r.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--to", "auto"], "--prune magnitude to auto needs --sparsity"),
+        (["--to", "fastest", "-n", "16"], "--prune magnitude to fastest needs --sparsity"),
+        (["--to", "keep", "--rule", "w=auto"], "--prune magnitude to auto needs --sparsity"),
+        (["--to", "keep"], "every tensor is kept, and so none is pruned"),
+        (["--to", "keep", "--sparsity", "0.5"], "every tensor is kept, and so none is pruned"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_pruning_that_would_prune_nothing_is_refused(here: Path, flags: list[str], message: str) -> None:
+    for verb in (["plan", "m.safetensors"], ["convert", "m.safetensors", "out"]):
+        r = command(*verb, "--prune", "magnitude", *flags)
+        assert r.code == 2, r.out
+        assert message in r.err
+    assert not Path("out").exists()
+
+
+def test_pruning_beside_targets_that_hold_everything(here: Path) -> None:
+    for flags in (["--to", "auto", "--rule", "w=two-four"], ["--to", "auto", "--sparsity", "0.99"]):
+        r = command("convert", "m.safetensors", "out", "--force", "--prune", "magnitude", "--json", *flags)
+        assert r.code == 0, r.err
+        assert json.loads(r.out)["pruned"] > 0

@@ -127,6 +127,8 @@ class Recipe:
             raise UsageError(f"prune: expected 'magnitude', got {self.prune!r}")
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
+        if self.prune:
+            self._require_pruning()
         if self.sparsity is not None and not self.prune:
             raise UsageError("sparsity: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.nonfinite not in ("refuse", "keep"):
@@ -139,6 +141,15 @@ class Recipe:
                 raise
             if self.prune:
                 raise UsageError(f"misfit: expected 'error' or 'keep' beside prune, got {self.misfit!r}")
+
+    def _require_pruning(self) -> None:
+        """UsageError if none of the targets prunes anything."""
+        targets = [t for t in (self.to, *(rule.target for rule in self.rules)) if t != KEEP]
+        if not targets:
+            raise UsageError("prune: every tensor is kept, and so none is pruned: name a target with --to or --rule")
+        if self.sparsity is None and all(map(needs_counts, targets)):
+            share = "the share of values to zero, as some format holds every matrix"
+            raise UsageError(f"--prune magnitude to {targets[0].partition(':')[0]} needs --sparsity, {share}")
 
     def without_misfit(self) -> Recipe:
         """The recipe for a tensor that already goes to the other target, which has to hold it."""
