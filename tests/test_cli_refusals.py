@@ -13,6 +13,9 @@ import scipy.sparse as sp
 from catalogue import command
 
 import spformat as sf
+from spformat.checkpoint import Recipe, Rule, convert_checkpoint, open_source, plan_tensors
+from spformat.checkpoint.entry_names import entries_of
+from spformat.checkpoint.foresee import foresee_checkpoint
 
 
 def test_a_refusal_to_prune_names_file_and_tensor(tmp_path: Path) -> None:
@@ -141,3 +144,41 @@ def test_pruning_beside_targets_that_hold_everything(here: Path) -> None:
         r = command("convert", "m.safetensors", "out", "--force", "--prune", "magnitude", "--json", *flags)
         assert r.code == 0, r.err
         assert json.loads(r.out)["pruned"] > 0
+
+
+X = np.eye(64, dtype=np.float32)
+TAKEN = {
+    "arrays": {"w": X, "w.data": X[0], "w.indptr": X[0]},
+    "stack": {"w": np.stack([X] * 3), "w.0": X[0]},
+    "arrays of a stack": {"w": np.stack([X] * 3), "w.1.indices": X[0]},
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_plan_refuses_the_names_that_convert_refuses(here: Path, case: str) -> None:
+    sf.save_dense("names.safetensors", TAKEN[case])
+    planned = command("plan", "names.safetensors", "--to", "csr")
+    tried = command("convert", "names.safetensors", "out", "--to", "csr", "--dry-run")
+    refused = command("convert", "names.safetensors", "out", "--to", "csr")
+    assert (planned.code, tried.code, refused.code) == (2, 2, 2)
+    assert planned.err == tried.err == refused.err
+    assert "names.safetensors: " in refused.err
+    for flags in (["--to", "dense"], ["--to", "csr", "--exclude", "w"]):
+        assert command("plan", "names.safetensors", *flags).code == 0
+        done = command("convert", "names.safetensors", "fine", "--force", *flags)
+        assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize("text", ["csr", "bitmask", "sr-bcrs", "bsr", "dbsr", "ell-buckets", "csc", "coo", "two-four",
+                                  "vector-nm:n=1,m=4,vector_length=4", "bsr:32x32,density>=0.5+csr", "two-four+csr:column_degree>=9+bitmask", "dense"])  # fmt: skip
+def test_the_names_that_are_checked_are_those_in_the_file(here: Path, text: str) -> None:
+    x = np.zeros((64, 64), np.float16)
+    x[::4, ::8] = 1
+    sf.save_dense("in.safetensors", {"s": np.stack([x] * 2), "w": x, "bias": x[0]})
+    recipe = Recipe("keep", (Rule("w", text), *([] if "+" in text else [Rule("s", text)])))
+    plans = {plan.name: plan for plan in plan_tensors(open_source("in.safetensors"), recipe)}
+    foreseen = foresee_checkpoint("in.safetensors", recipe)
+    convert_checkpoint("in.safetensors", "out.safetensors", recipe)
+    raw = (here / "out.safetensors").read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    assert {name for o in foreseen for name in entries_of(plans[o.name], o)} == header.keys() - {"__metadata__"}

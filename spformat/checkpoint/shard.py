@@ -16,7 +16,7 @@ from typing import Any
 from .. import limits
 from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..arrays.library import default_stream
-from ..errors import FormatError, LimitError, StructureError
+from ..errors import FormatError, LimitError, StructureError, UsageError
 from ..formats import parse_spec
 from ..formats.convert import convert
 from ..formats.fast import compiled
@@ -66,7 +66,7 @@ def write_shard(
     with default_stream(device), source.open(shard) as f:
         try:
             return write(ShardTask(f, of_shard, recipe, path, force, progress, device, share))
-        except LimitError as e:  # most of them name the tensor
+        except (LimitError, UsageError) as e:
             raise e.at(path=f.path) from None
 
 
