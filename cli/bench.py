@@ -75,7 +75,7 @@ def run(
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends
     from spformat.checkpoint.fastest import numbers
-    from spformat.errors import DeviceUnavailable
+    from spformat.errors import DeviceUnavailable, LimitError, StructureError
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
@@ -119,7 +119,10 @@ def run(
             target = structure_of(a, src, name).smallest()
             what = "dense, and no format of it is smaller" if target == "dense" else f"as {target}"
             notes().print(f"{cell(name)}: measured {what} (what `convert --to auto` makes of it)", soft_wrap=True)
-        fitted = (convert(a, target) if target else a).to(where)
+        try:
+            fitted = (convert(a, target) if target else a).to(where)
+        except (LimitError, StructureError) as e:
+            raise e.at(path=src, tensor=name) from None
         for width in widths:
             B = contenders.operand(fitted, width)
             environment = environment or bench.environment(B)

@@ -76,7 +76,7 @@ def run(
     gpu: str = typer.Option(
         "",
         "--gpu",
-        help="With --to fastest: the device that will multiply, H200 (default), H100, A100 or cpu.",
+        help="With --to fastest: the device that will multiply, H200 (default), another board, sm_89, .., or cpu.",
         autocompletion=gpus.names,
     ),
     in_place: bool = typer.Option(False, "--in-place", help="Allow DST to be SRC, one file; replaced at the end."),
@@ -296,20 +296,23 @@ def _matrix(
     from spformat import save, save_dense
     from spformat.checkpoint.fastest import is_fastest, resolved
     from spformat.checkpoint.matrix_file import is_matrix
-    from spformat.errors import UsageError
+    from spformat.errors import LimitError, StructureError, UsageError
     from spformat.formats.convert import convert
     from spformat.interop.matrix_output import target_of, write_matrix
 
-    if is_matrix(dst):
-        target = target_of(dst, to)
-    elif dst.endswith(".safetensors"):
-        target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
-        target = resolved(to, a) if is_fastest(to) else target
-    else:
+    if not is_matrix(dst) and not dst.endswith(".safetensors"):
         raise UsageError(
             f"a matrix becomes one file: expected DST to end in .safetensors, .npz, .mtx or .smtx, got {dst!r}"
         )
-    converted = convert(a, target)
+    try:
+        if is_matrix(dst):
+            target = target_of(dst, to)
+        else:
+            target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
+            target = resolved(to, a) if is_fastest(to) else target
+        converted = convert(a, target)
+    except (LimitError, StructureError) as e:
+        raise e.at(path=src, tensor=name) from None
     if dry_run:
         pass
     elif is_matrix(dst):

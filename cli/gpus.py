@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
+from .hints import was_given
 from .output import notes
 
 ARCHITECTURES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
@@ -64,15 +64,16 @@ def device(gpu: str) -> Any:
     For a board without rates of its own: the first of its architecture, or one with the rates of the H200; a note
     says so.
     """
-    from spformat.products.roofline import H200, known_device
+    from spformat.products.roofline import DEVICES, H200, board_named, of_architecture
 
     if gpu == "cpu":
         return "cpu"
     sm, board = architecture(gpu)
-    known = known_device(board, sm) or H200
-    if known.name != board:
-        notes().print(f"{gpu} is sm_{sm}; the rates are those of {known.name}")
-    return known if known.sm == sm else replace(known, name=f"sm_{sm}", sm=sm)
+    found = board_named(board) or of_architecture(sm)
+    if found.name != board and not was_given("--json"):
+        rates = found.name if found.name in DEVICES else H200.name
+        notes().print(f"{gpu} is sm_{sm}; the rates are those of {rates}")
+    return found
 
 
 OfFastest = Annotated[
@@ -80,7 +81,7 @@ OfFastest = Annotated[
     typer.Option(
         "--gpu",
         "--device",
-        help="With --to fastest: the device that multiplies, H200 (default), H100, A100 or cpu.",
+        help="With --to fastest: the device that multiplies, H200 (default), another board, sm_89, .., or cpu.",
         autocompletion=names,
     ),
 ]

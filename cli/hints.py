@@ -27,6 +27,23 @@ def again(flag: str, *values: str) -> str:
     return shlex.join(["spformat", *sys.argv[1:], *(() if was_given(flag) else (flag, *values))])
 
 
+def instead(flag: str, value: str) -> str:
+    """The command as it was typed, with another value of an option that it has."""
+    words = [f"{flag}={value}" if w.startswith(f"{flag}=") else w for w in sys.argv[1:]]
+    if flag in words:
+        words[words.index(flag) + 1] = value
+    return shlex.join(["spformat", *words])
+
+
+def takes_misfit() -> bool:
+    """Whether --misfit is an option of the command that was typed: of plan, and of convert unless a file holds one
+    matrix."""
+    from spformat.checkpoint.matrix_file import is_matrix
+
+    verb = sys.argv[1]
+    return verb == "plan" or (verb == "convert" and not any(map(is_matrix, sys.argv[2:])))
+
+
 def conversion_of(src: str) -> str:
     """The command that converts ``src`` with the options that were typed, into a name beside it; --to auto without."""
     words = [w for w in sys.argv[2:] if w not in _NOT_OF_CONVERT and not w.startswith("--plot=")]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from . import backends, bench, convert, diff, env, explain, formats, inspect, merge, plan, recommend, tune, validate
-from .hints import again, hint, was_given
+from .hints import again, hint, instead, takes_misfit, was_given
 from .limits import bounded
 from .output import notes, open_streams, set_quiet, verdict, warnings
 from .refusals import reason, remedies
@@ -179,6 +179,30 @@ def _folder_of_link(error: SpformatError) -> str:
     return os.path.dirname(folder) if os.path.basename(folder) == "blobs" else folder
 
 
+def _report_misfit(error: SpformatError) -> None:
+    """Print the error about a tensor that its target cannot hold, with a command that works."""
+    text = str(error)
+    warnings().print(f"error: {reason([text])}", soft_wrap=True, style="red")
+    remedy, others = remedies([text]).removeprefix(". "), ""
+    if "--nonfinite keep" in text:  # a refusal to prune
+        hint(again("--nonfinite", "keep"))
+    elif "rows" in error.fields:  # of a matrix beyond the memory budget, which --misfit would read
+        others = "--exclude leaves this tensor as it is; --misfit needs a --max-memory that holds it"
+    elif takes_misfit():
+        # Most often an embedding does not fit, so pruning comes last.
+        hint(again("--misfit", "keep"))
+        others = (
+            "leaves such tensors as they are; --misfit FORMAT gives them that one; --exclude and --rule choose by name"
+        )
+    elif was_given("--to"):
+        hint(instead("--to", "auto"))
+        others = "the smallest format that holds the matrix"
+        remedy += ", which takes checkpoints" if remedy.endswith("--prune magnitude") else ""
+    for line in (f"({others})" if others else "", remedy):
+        if line:
+            notes().print(f"      {line}", style="dim", soft_wrap=True)
+
+
 def report(error: SpformatError, as_json: bool) -> int:
     """Print one typed error, and return its exit code."""
     if as_json:
@@ -186,13 +210,7 @@ def report(error: SpformatError, as_json: bool) -> int:
         return error.exit_code
     text = str(error)
     if error.exit_code == 3 and not was_given("--misfit"):
-        # Most often an embedding does not fit, so pruning comes last.
-        warnings().print(f"error: {reason([text])}", soft_wrap=True, style="red")
-        hint(again("--misfit", "keep"))
-        others = "--misfit FORMAT gives them that one; --exclude and --rule choose by name"
-        notes().print(f"      (leaves such tensors as they are; {others})", style="dim", soft_wrap=True)
-        if more := remedies([text]).removeprefix(". "):
-            notes().print(f"      {more}", style="dim", soft_wrap=True)
+        _report_misfit(error)
     else:
         warnings().print(f"error: {text}", soft_wrap=True, style="red")
     folder = _folder_of_link(error)

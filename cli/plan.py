@@ -11,7 +11,7 @@ import typer
 
 from . import gpus
 from .groups import counted, grouped, one_each, together, without_numbers
-from .hints import again, conversion_of, hint
+from .hints import again, conversion_of, hint, was_given
 from .options import (
     ColumnsOfFastest,
     Exclude,
@@ -73,7 +73,8 @@ def advise(src: str, outcomes: Any, as_json: bool) -> None:
     if as_json:
         return
     if any(o.error for o in outcomes):
-        hint(again("--misfit", "keep"))
+        if not was_given("--misfit"):
+            hint(again("--misfit", "keep"))
     elif any(o.target != "keep" for o in outcomes):
         hint(conversion_of(src))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from test_recommend import half, normal, power_law
 from test_structure import same
 
 import spformat as sf
+from spformat.arrays.dtypes import value_type
 from spformat.checkpoint import fastest
+from spformat.checkpoint.fastest import Fastest
 from spformat.dispatch.recommend import Recommendations
 from spformat.errors import IntegrityError, UsageError
 from spformat.formats import parse_spec, spec_text
@@ -138,9 +141,74 @@ def test_the_matrices_of_a_stack_get_the_format_with_the_least_sum(tmp_path: Pat
         (["recommend", "-n", "0"], "expected numbers of columns like 16,2048, got '0'"),
         (["recommend", "--objective", "speed"], "expected one of time, bytes, resident"),
         (["recommend", "--device", "H300"], "got 'H300'"),
+        (["plan", "--to", "fastest:device=RTX4090"], "or an architecture like sm_89, got 'RTX4090'; --gpu also takes"),
+        (["plan", "--to", "fastest:device=sm_9"], "got 'sm_9'"),
     ],
 )
 def test_commands_that_are_refused(model: Path, args: list[str], message: str) -> None:
     r = command(args[0], model, *args[1:])
     assert r.code == 2, r.out
     assert message in re.sub(r"[\s│]+", " ", r.err)
+
+
+@pytest.mark.parametrize("gpu", ["RTX4090", "A10", "L40S", "B200", "sm_90", "H100 PCIe", "sm_120", "cpu"])
+def test_the_hint_of_recommend_works_for_every_board(tmp_path: Path, gpu: str) -> None:
+    sf.save_dense(tmp_path / "m.safetensors", {"w": power_law(512, 1500).to_dense()})
+    r = command("recommend", tmp_path / "m.safetensors", "-n", "16", "--device", gpu)
+    assert r.code == 0, r.err
+    hint = shlex.split(next(line for line in r.err.split("\n") if line.startswith("hint: ")))
+    planned = command(*hint[2:], "--json")
+    assert (planned.code, planned.err) == (0, "")
+    ranked = command("recommend", tmp_path / "m.safetensors", "-n", "16", "--device", gpu, "--json")
+    assert (ranked.code, ranked.err) == (0, "")
+    first = json.loads(ranked.out)["tensors"][0]["recommendations"][0]
+    assert whole(json.loads(planned.out)["tensors"][0]["target"]) == whole(first["format"])
+    out = tmp_path / "out"
+    done = command("convert", tmp_path / "m.safetensors", out, "--to", "fastest", "-n", "16", "--gpu", gpu, "--json")
+    assert (done.code, done.err) == (0, "")
+    stated = Fastest.parse(json.loads((out / "spformat.json").read_text())["recipe"]["to"])
+    assert stated.recommend(power_law(512, 1500).to_dense())[0].format == first["format"]
+
+
+def test_errors_for_a_board_are_one_json_document(model: Path) -> None:
+    r = command("plan", model, "--to", "csr", "--rule", "nothing=fastest", "--gpu", "RTX4090", "--json")
+    assert (r.code, json.loads(r.err)["exit_code"]) == (2, 2)
+
+
+def no_products(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> Path:
+    """A model with a matrix, or stack, ``b.weight`` of a value type that no kernel multiplies."""
+    values = np.random.default_rng(0).integers(0, 2, shape)
+    tensors: dict[str, Any] = {
+        "a.weight": np.eye(64, dtype=np.float16),
+        "b.weight": values.astype(value_type(dtype).numpy),
+    }
+    sf.save_dense(tmp_path / "m.safetensors", tensors)
+    return tmp_path / "m.safetensors"
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("shape", [(64, 64), (4, 64, 64)], ids=str)
+def test_a_matrix_that_no_kernel_multiplies_is_a_misfit(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    path, why = no_products(tmp_path, dtype, shape), f"no kernel takes products with values of dtype {dtype}"
+    for misfit, target in (("keep", "keep"), ("bitmask", "bitmask"), ("auto", "bitmask")):
+        out = tmp_path / misfit
+        planned = command("plan", path, "--to", "fastest", "--misfit", misfit, "--json")
+        done = command("convert", path, out, "--to", "fastest", "--misfit", misfit, "--json")
+        assert (planned.code, done.code) == (0, 0), planned.err + done.err
+        for answer in (planned, done):
+            b = {t["name"]: t for t in json.loads(answer.out)["tensors"]}["b.weight"]
+            assert b["target"] == target
+            assert why in b["why"]
+        with sf.safe_open(out / "spformat-00001-of-00001.safetensors") as f, sf.safe_open(path) as source:
+            got = f.read("b.weight")
+            dense = got.to_dense() if target != "keep" else got
+            np.testing.assert_array_equal(dense.view(np.uint8), source.array("b.weight").view(np.uint8))
+    planned = command("plan", path, "--to", "fastest", "--json")
+    assert planned.code == 3
+    assert why in {t["name"]: t for t in json.loads(planned.out)["tensors"]}["b.weight"]["error"]
+    for misfit in ("error", "fastest:n=1"):
+        refused = command("convert", path, tmp_path / "out", "--to", "fastest", "--misfit", misfit, "--json")
+        error = json.loads(refused.err)
+        assert (refused.code, error["exit_code"]) == (3, 3)
+        assert (error["path"], error["tensor"]) == (str(path), "b.weight")
+        assert why in error["message"]

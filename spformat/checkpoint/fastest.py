@@ -22,7 +22,7 @@ from ..limits import product
 from ..preprocess.coordinates import STRIP, of_row_chunks, structure_of
 from ..preprocess.structure import Structure
 from ..products.problem import COL, ROW
-from ..products.roofline import Device
+from ..products.roofline import DEVICES, Device
 from ..storage.descriptor import Record
 
 FASTEST = "fastest"
@@ -41,7 +41,15 @@ class Fastest:
     b_layout: str = ROW
 
     def __post_init__(self) -> None:
-        device_named(self.device)
+        try:
+            device_named(self.device)
+        except UsageError:
+            names = ", ".join((*DEVICES, "cpu"))
+            raise UsageError(
+                f"{FASTEST}: device: expected one of {names}, or an architecture like sm_89, got {self.device!r:.80}; "
+                "--gpu also takes other boards by their names",
+                value=self.device,
+            ) from None
         for key, known in (("objective", OBJECTIVES), ("b_layout", (ROW, COL))):
             if (got := getattr(self, key)) not in known:
                 raise UsageError(f"{FASTEST}: {key}: expected one of {', '.join(known)}, got {got!r:.80}")
@@ -94,14 +102,19 @@ def resolved(target: str, x: Any) -> str:
     """
     best = Fastest.parse(target).recommend(x)[0]
     if best.total_us is None:
-        raise StructureError(f"{target}: no kernel takes products with values of dtype {structure_of(x).dtype}")
+        raise no_kernel(target, structure_of(x).dtype)
     return best.format
 
 
-def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
+def no_kernel(target: str, dtype: str) -> StructureError:
+    """The error about a matrix that no kernel multiplies, in any format."""
+    return StructureError(f"{target}: no kernel takes products with values of dtype {dtype}")
+
+
+def resolved_for_all(target: str, structures: Iterable[Structure]) -> str | None:
     """The format text that a "fastest" target means for several matrices together, the matrices of a stack.
 
-    It is recommended for each of them, and has the least sum. StructureError as of ``resolved``.
+    It is recommended for each of them, and has the least sum. None where ``resolved`` raises.
     """
     wanted = Fastest.parse(target)
     sums: dict[str, float] = {}
@@ -109,9 +122,7 @@ def resolved_for_all(target: str, structures: Iterable[Structure]) -> str:
         values = {r.format: r.value(wanted.objective) for r in wanted.recommend(s)}
         sums = {text: sums.get(text, 0.0) + v for text, v in values.items() if i == 0 or text in sums}
     best = min(sums, key=sums.__getitem__)
-    if math.isinf(sums[best]):
-        raise StructureError(f"{target}: no kernel takes products with values of this dtype")
-    return best
+    return None if math.isinf(sums[best]) else best
 
 
 def matrix_in(f: Any, r: Record) -> Any:

@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
-from ..errors import LimitError
+from ..errors import LimitError, StructureError, UsageError
 from ..formats.dense import Dense
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
-from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts
+from .entry_names import check_entries
+from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts, writes_dense
 from .shard_input import Progress, read
 from .source import open_source
-from .stacks import StackedFile, is_stack, matrices_of, resolved, stacked_outcome
+from .stacks import StackedFile, expanded, is_stack, matrices_of, resolved, stacked_outcome
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of, foresee, kept, loss, plan_tensors, prune
 
 
 def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[TensorOutcome, ...]:
-    """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written."""
+    """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written.
+
+    UsageError where a file of the output would hold two arrays of one name.
+    """
     source = open_source(src)
-    out = []
+    out: list[TensorOutcome] = []
     plans = plan_tensors(source, recipe)
+    by_shard: dict[str, list[TensorPlan]] = {}
+    for plan in () if writes_dense(recipe) else plans:  # names of a dense checkpoint are those of the source
+        by_shard.setdefault(os.path.join(source.folder, plan.shard), []).append(plan)
+    for path, of_shard in by_shard.items():
+        try:
+            expanded(of_shard)
+        except UsageError as e:
+            raise e.at(path=path) from None
     for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
         out.append(_foresee_stack(f, plan, recipe) if is_stack(plan) else _foresee_tensor(f, plan, recipe))
         if progress:
             progress(out[-1])
+    outcomes = {o.name: o for o in out}
+    for path, of_shard in by_shard.items():
+        check_entries(path, [(plan, outcomes[plan.name]) for plan in of_shard])
     return tuple(out)
 
 
@@ -38,7 +54,7 @@ def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOu
                 if recipe.prune:
                     whole, x = x, prune(x, plan.target, recipe)
                     lost = loss(whole, x)
-        except LimitError as e:
+        except (LimitError, StructureError) as e:
             raise e.at(path=f.path, tensor=plan.name) from None
     outcome = foresee(plan, x, recipe)
     return outcome if outcome.target == KEEP else replace(outcome, **lost)
@@ -48,7 +64,12 @@ def _foresee_stack(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOut
     """The outcome of a stack. If one of its matrices goes to the target for misfits, all of them do."""
     matrices: Any = StackedFile(f, [plan.record])
     if needs_counts(plan.target):
-        plan = resolved(matrices, plan, recipe)
+        try:
+            plan = resolved(matrices, plan, recipe)
+        except StructureError as refusal:
+            return replace(kept(plan), target=plan.target, bytes_out=None, error=refusal.message)
+        if plan.target == KEEP:
+            return kept(plan)
     outcomes = []
     for e, m in enumerate(matrices_of(plan)):
         outcomes.append(_foresee_tensor(matrices, m, recipe if recipe.misfit == KEEP else recipe.without_misfit()))

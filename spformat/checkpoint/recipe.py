@@ -22,11 +22,15 @@ ERROR = "error"
 
 
 def matcher(pattern: str) -> re.Pattern[str]:
-    """ "re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed."""
+    """ "re:<regex>" (searched anywhere) or a shell pattern over the whole name; UsageError when malformed.
+
+    Both are for ``search``.
+    """
     try:
         if pattern.startswith("re:"):
             return re.compile(pattern[3:])
-        return re.compile(fnmatch.translate(pattern))
+        # ``translate`` marks the end of the name only.
+        return re.compile(rf"\A{fnmatch.translate(pattern)}")
     except re.error as e:
         raise UsageError(f"pattern {pattern!r}: {e}") from e
 
@@ -34,8 +38,12 @@ def matcher(pattern: str) -> re.Pattern[str]:
 def require_match(flag: str, pattern: str, names: list[str]) -> None:
     """UsageError unless a pattern matches one of the names."""
     if not any(map(matcher(pattern).search, names)):
-        whole = not pattern.startswith("re:") and any(pattern in name for name in names)
-        fix = f"; a pattern is of the whole name: '*{pattern}*', or 're:{pattern}'" if whole else ""
+        around, fix = f"*{pattern}*", ""
+        if not pattern:
+            fix = "; an empty pattern is that of an empty name, and '*' matches all names"
+        elif not pattern.startswith("re:") and any(map(matcher(around).search, names)):
+            literally = any(pattern in name for name in names)
+            fix = f"; a pattern is of the whole name: {around!r}" + (f", or 're:{pattern}'" if literally else "")
         raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..){fix}")
 
 
@@ -119,6 +127,8 @@ class Recipe:
             raise UsageError(f"prune: expected 'magnitude', got {self.prune!r}")
         if self.sparsity is not None and not 0 <= self.sparsity < 1:
             raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
+        if self.prune:
+            self._require_pruning()
         if self.sparsity is not None and not self.prune:
             raise UsageError("sparsity: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.nonfinite not in ("refuse", "keep"):
@@ -131,6 +141,15 @@ class Recipe:
                 raise
             if self.prune:
                 raise UsageError(f"misfit: expected 'error' or 'keep' beside prune, got {self.misfit!r}")
+
+    def _require_pruning(self) -> None:
+        """UsageError if none of the targets prunes anything."""
+        targets = [t for t in (self.to, *(rule.target for rule in self.rules)) if t != KEEP]
+        if not targets:
+            raise UsageError("prune: every tensor is kept, and so none is pruned: name a target with --to or --rule")
+        if self.sparsity is None and all(map(needs_counts, targets)):
+            share = "the share of values to zero, as some format holds every matrix"
+            raise UsageError(f"--prune magnitude to {targets[0].partition(':')[0]} needs --sparsity, {share}")
 
     def without_misfit(self) -> Recipe:
         """The recipe for a tensor that already goes to the other target, which has to hold it."""

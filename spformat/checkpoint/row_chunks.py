@@ -21,6 +21,7 @@ from .. import limits
 from ..arrays import threads
 from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..arrays.library import ceil_div, index_dtype, round_up
+from ..errors import StructureError
 from ..formats import parse_spec
 from ..formats.base import Format, RowChunks
 from ..formats.declare import arrays_counted_by
@@ -127,6 +128,14 @@ class ChunkPlan:
         dtype = value_type(self.plan.record.dtype).numpy
         return self.target.array_specs((self.rows(i), self.plan.shape[1]), dtype, nnz, self.params)
 
+    def converted(self, x: np.ndarray[Any, Any], i: int) -> Format:
+        """Row chunk ``i`` in the target format. A StructureError knows ``rows``, the first and the one after the last:
+        its own numbers of rows begin with 0 at the first."""
+        try:
+            return self.target.from_dense(x, **self.params)
+        except StructureError as e:
+            raise e.at(rows=(i * self.step, i * self.step + self.rows(i))) from None
+
     def size(self, f: TensorFile, team: Team, i: int) -> ChunkCounts:
         """Count the nonzeros of row chunk ``i``. Where they do not decide the sizes, the row chunk is converted.
 
@@ -137,7 +146,7 @@ class ChunkPlan:
         specs = self.specs(i, nnz)
         if specs is not None:
             return ChunkCounts(nnz, negative, specs)
-        matrix = self.target.from_dense(x, **self.params)
+        matrix = self.converted(x, i)
         return ChunkCounts(nnz, negative, {name: (a.dtype, a.shape) for name, a in matrix.arrays().items()}, matrix)
 
 
@@ -236,7 +245,7 @@ class ChunkEncoder:
             x = self.chunks.read(f, team, i)
             if not self.counted:
                 counts = count_nonzeros(x)
-            matrix = self.chunks.target.from_dense(x, **self.chunks.params)
+            matrix = self.chunks.converted(x, i)
         start = self._starts[i]
         for name, a in matrix.arrays().items():
             dtype, at = SAFETENSORS[self.record.arrays[name][0]], start[name]

@@ -16,7 +16,7 @@ from typing import Any
 from .. import limits
 from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE, value_type
 from ..arrays.library import default_stream
-from ..errors import FormatError, StructureError
+from ..errors import FormatError, LimitError, StructureError, UsageError
 from ..formats import parse_spec
 from ..formats.convert import convert
 from ..formats.fast import compiled
@@ -64,7 +64,10 @@ def write_shard(
     of_shard = tuple(plan for plan in plans if plan.shard == shard)
     write = _write_dense if writes_dense(recipe) else _write_packed
     with default_stream(device), source.open(shard) as f:
-        return write(ShardTask(f, of_shard, recipe, path, force, progress, device, share))
+        try:
+            return write(ShardTask(f, of_shard, recipe, path, force, progress, device, share))
+        except (LimitError, UsageError) as e:
+            raise e.at(path=f.path) from None
 
 
 def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:

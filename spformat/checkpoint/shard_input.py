@@ -10,6 +10,7 @@ from typing import Any
 
 from ..arrays import threads
 from ..arrays.library import has_dtype
+from ..errors import StructureError
 from ..storage.tensorfile import TensorFile
 from .recipe import Recipe
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of, loss, prune
@@ -52,7 +53,10 @@ class ShardTask:
         if not self.recipe.prune:
             return x, {}
         dense = dense_of(x)
-        left = prune(dense, plan.target, self.recipe)
+        try:
+            left = prune(dense, plan.target, self.recipe)
+        except StructureError as e:
+            raise e.at(path=self.f.path, tensor=plan.name) from None
         return left, {} if known else loss(dense, left)
 
 

@@ -91,7 +91,7 @@ def same_for_stacks(
         else:
             again = replace(task, recipe=task.recipe.without_misfit())
             plan = replace(plan, target=misfit.plan.target, why=misfit.plan.why)
-            plan = resolved(task.f, plan, task.recipe) if needs_counts(plan.target) else plan
+            plan = resolved(task.f, plan, again.recipe) if needs_counts(plan.target) else plan
             plans.append(plan)
             out += [_size_tensor(again, m, 0, read(task.f, m, task.device)) for m in matrices_of(plan)]
     return plans, out
@@ -125,7 +125,7 @@ def _size_chunks(f: TensorFile, chunked: dict[str, ChunkPlan], team: Team) -> tu
 @contextmanager
 def refusal_of_whole(f: TensorFile, c: ChunkPlan) -> Iterator[None]:
     """If a row chunk does not fit the target, raise the error of the whole matrix: its count and positions are those of
-    the whole."""
+    the whole. Of a matrix beyond the memory budget, that of the row chunk, which says so."""
     try:
         yield
     except StructureError as e:
@@ -133,6 +133,10 @@ def refusal_of_whole(f: TensorFile, c: ChunkPlan) -> Iterator[None]:
             convert(f.array(c.plan.name), c.target, **c.params)
         except StructureError as whole:
             raise whole.at(path=f.path, tensor=c.plan.name) from None
+        except LimitError:
+            begin, end = e.fields["rows"]
+            why = "numbered from 0 here, as --max-memory does not hold the matrix"
+            e.message = f"in rows {begin}..{end - 1}, {why}: {e.message}"
         raise e.at(path=f.path, tensor=c.plan.name) from None
 
 
@@ -156,6 +160,8 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
         target = resolve_target(plan, dense_of(x) if plan.target == AUTO else x)
     except LimitError as e:
         raise e.at(path=task.f.path, tensor=plan.name) from None
+    except StructureError as e:  # "fastest", and no kernel takes values of its type
+        return _size_misfit(task, plan, e, room, x)
     fmt, given = parse_spec(target)
     nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
     dropped = 0
@@ -174,12 +180,7 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
         if specs is not None and task.recipe.misfit != ERROR:
             fmt.from_dense(dense, **params)  # only to learn whether the tensor fits
     except StructureError as e:
-        if task.recipe.misfit == ERROR:
-            raise e.at(path=task.f.path, tensor=plan.name) from None
-        if task.recipe.misfit == KEEP:
-            return SizedTensor(plan, replace(base, why=f"kept: {e.message}"), _kept_record(plan))
-        again = replace(task, recipe=task.recipe.without_misfit())
-        return _size_tensor(again, misfit_plan(plan, e, task.recipe), room, x)
+        return _size_misfit(task, plan, e, room, x)
     if specs is not None:
         arrays = {k: (code_of(dtype), shape) for k, (dtype, shape) in specs.items()}
         record = Record(plan.name, fmt, plan.shape, plan.record.dtype, arrays, params)
@@ -189,6 +190,16 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
     counted = replace(base, target=target, nnz=nnz, negative_zeros=negative, dropped_zeros=dropped, **lost)
     small = matrix is not None and matrix.nbytes <= room
     return SizedTensor(plan, _with_size(counted, record), record, matrix if small else None)
+
+
+def _size_misfit(task: ShardTask, plan: TensorPlan, e: StructureError, room: int, x: Any) -> SizedTensor:
+    """As ``_size_tensor``, of a tensor that its target cannot hold, for the reason ``e``: what the recipe does then."""
+    if task.recipe.misfit == ERROR:
+        raise e.at(path=task.f.path, tensor=plan.name) from None
+    if task.recipe.misfit == KEEP:
+        return SizedTensor(plan, replace(kept(plan), why=f"kept: {e.message}"), _kept_record(plan))
+    again = replace(task, recipe=task.recipe.without_misfit())
+    return _size_tensor(again, misfit_plan(plan, e, task.recipe), room, x)
 
 
 def _with_size(outcome: TensorOutcome, record: Record) -> TensorOutcome:

@@ -24,9 +24,9 @@ from ..preprocess.structure import analyse, stacked
 from ..storage.descriptor import Record
 from ..storage.filewriter import Tensor
 from ..storage.tensorfile import TensorFile, undescribed
-from .fastest import is_fastest, resolved_for_all
-from .recipe import KEEP, Recipe, looks_stacked
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune
+from .fastest import is_fastest, no_kernel, resolved_for_all
+from .recipe import ERROR, KEEP, Recipe, looks_stacked, needs_counts
+from .tensor_plans import TensorOutcome, TensorPlan, dense_of, misfit_plan, prune
 
 
 def is_stack(plan: TensorPlan) -> bool:
@@ -136,12 +136,24 @@ def resolved(f: Any, plan: TensorPlan, recipe: Recipe) -> TensorPlan:
     """The plan of a stack with the format that "auto" or "fastest" is for it: of those that hold all of its matrices,
     the smallest, or the one with the least sum of expected times.
 
+    Where no kernel multiplies any of them, a stack for "fastest" is kept or goes to the target for misfits, as the
+    recipe says; if that ends the run, StructureError.
+
     f: the shard, as a ``StackedFile``.
     """
     if is_fastest(plan.target):
         matrices = (f.read(m.name) for m in matrices_of(plan))
         kept = (prune(dense_of(x), plan.target, recipe) if recipe.prune else x for x in matrices)
-        return replace(plan, target=resolved_for_all(plan.target, map(structure_of, kept)))
+        target = resolved_for_all(plan.target, map(structure_of, kept))
+        if target is not None:
+            return replace(plan, target=target)
+        e = no_kernel(plan.target, plan.record.dtype)
+        if recipe.misfit == ERROR:
+            raise e.at(path=f.path, tensor=plan.name)
+        if recipe.misfit == KEEP:
+            return replace(plan, target=KEEP, why=f"kept: {e.message}")
+        other = misfit_plan(plan, e, recipe)
+        return resolved(f, other, recipe.without_misfit()) if needs_counts(other.target) else other
     structures = (analyse(prune(dense_of(f.read(m.name)), plan.target, recipe)) for m in matrices_of(plan))
     return replace(plan, target=stacked(structures).smallest())
 

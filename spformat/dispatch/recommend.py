@@ -7,6 +7,7 @@ are asked as for any product. So a recommendation and ``explain`` of the convert
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +35,7 @@ OBJECTIVES = ("time", "bytes", "resident")
 COLUMNS = (16, 2048)
 """Columns of B unless others are given: a few tokens, and a long prompt."""
 _MIB = 1 << 20
+_ARCHITECTURE = re.compile(r"sm_([7-9]\d|1\d\d)")
 
 
 @dataclass(frozen=True)
@@ -166,7 +168,8 @@ def recommend(
         counted from its coordinates, and never made dense.
     n: columns of B, one or several.
     dtype: the value type of A, B and C; default that of A. Values that would round to zero are counted as nonzeros.
-    device: a name in ``cost.DEVICES`` (none needs to be here), a ``Device`` with your figures, or "cpu" for this host.
+    device: a name in ``cost.DEVICES`` (none needs to be here), an architecture like "sm_89", a ``Device`` with your
+        figures, or "cpu" for this host.
     objective: "time": the sum of the expected times, one product for each n. "bytes": of the matrix. "resident": of the
         matrix and the largest workspace that its kernels state. Of equal ones, the faster or smaller comes first.
     b_layout: "row", or "col" (torch's x of a linear layer). workspace, backend: as for ``plan``.
@@ -209,13 +212,21 @@ def recommend(
 
 
 def device_named(device: str | Device) -> Device | None:
-    """The device of this name, or the device itself; None for "cpu". UsageError for an unknown name."""
+    """The device of this name, or the device itself; None for "cpu". UsageError for an unknown name.
+
+    "sm_89" is the first board of that architecture, or, where none is known, one with the rates of the H200.
+    """
     if isinstance(device, Device) or device == "cpu":
         return None if isinstance(device, str) else device
     found = DEVICES.get(device.upper()) if isinstance(device, str) else None
+    if found is None and isinstance(device, str) and (match := _ARCHITECTURE.fullmatch(device)):
+        found = roofline.of_architecture(int(match[1]))
     if found is None:
         known = ", ".join((*DEVICES, "cpu"))
-        of_your_own = "or a Device of your own, dataclasses.replace(cost.DEVICES['H200'], name=.., memory=..)"
+        of_your_own = (
+            "or a Device of your own, dataclasses.replace(cost.DEVICES['H200'], name=.., memory=..), "
+            "or an architecture like 'sm_89'"
+        )
         raise UsageError(f"device: expected one of {known}, {of_your_own}, got {device!r:.80}", value=device)
     return found
 

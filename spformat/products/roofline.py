@@ -14,7 +14,7 @@ import contextlib
 import contextvars
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .problem import Problem, itemsize
 
@@ -82,6 +82,11 @@ def board_named(text: str) -> Device | None:
 def known_device(board: str, sm: int | None) -> Device | None:
     """The rates of a board by its name, else those of the first board of an architecture, or None."""
     return board_named(board) or _OF_ARCHITECTURE.get(sm or 0)
+
+
+def of_architecture(sm: int) -> Device:
+    """The first board of an architecture; where none is known, a device of that architecture with the H200's rates."""
+    return _OF_ARCHITECTURE.get(sm) or replace(H200, name=f"sm_{sm}", sm=sm)
 
 
 def tile_intensity(

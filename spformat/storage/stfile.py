@@ -154,8 +154,9 @@ class Reader:
         return self._owned(name, e.begin, e.end, crc32)
 
     def pieces(self, name: str, size: int = 16 * 2**20) -> Iterator[NDArray]:
-        """The bytes of a tensor in pieces of at most ``size``, for copying in bounded memory."""
+        """The bytes of a tensor in pieces of at most ``size`` and the memory budget, for copying in bounded memory."""
         e = self.entry(name)
+        size = min(size, limits.current().memory or size)
         for at in range(e.begin, e.end, size):
             yield self._owned(name, at, min(at + size, e.end), None)
 

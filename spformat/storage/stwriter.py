@@ -211,13 +211,18 @@ def layout(arrays: Iterable[Spec | tuple[str, str, tuple[int, ...], int]]) -> tu
             raise UsageError(f"layout: expected the number of bytes for dtype {dtype!r}, got none", array=name)
         sized.append((name, dtype, shape, given[0] if given else limits.product(*shape, SAFETENSORS[dtype].itemsize)))
     entries = stheader.layout(sized)
-    names = Counter(e.name for e in entries)
-    if len(names) != len(entries):
+    require_distinct(e.name for e in entries)
+    return entries
+
+
+def require_distinct(entries: Iterable[str]) -> None:
+    """UsageError if two arrays of a file would have one name."""
+    twice = [name for name, count in Counter(entries).items() if count > 1]
+    if twice:
         raise UsageError(
-            f"layout: expected distinct names, got '{printable(names.most_common(1)[0][0])}' twice; where it is an "
+            f"layout: expected distinct names, got '{printable(min(twice))}' twice; where it is an "
             "array of one tensor and the name of another, rename one, or do not convert the first (--exclude)"
         )
-    return entries
 
 
 def code_of(dtype: Any) -> str:
