@@ -16,6 +16,7 @@ from catalogue import command, refused, unharmed, unprivileged, weights
 
 import spformat as sf
 from spformat.checkpoint import convert_checkpoint, open_source
+from spformat.interop.matrix_output import write_matrix
 from spformat.storage import files, locks
 
 INDEX = "model.safetensors.index.json"
@@ -173,6 +174,29 @@ def test_F07_output_is_the_input(folder: Path, road: str) -> None:
     assert os.stat(target).st_ino != inode  # by way of a temporary file
     assert np.array_equal(sf.load(target)["w"].to_dense(), weights()["w"])
     assert sf.safe_open(folder / "hard.safetensors").described == (road == "hard")
+
+
+ONTO_ITSELF = [(f"in.{kind}", road) for kind in ("npz", "mtx", "smtx") for road in ("same", "dot", "hard", "soft")]
+
+
+@pytest.mark.parametrize(("kind", "road"), [*ONTO_ITSELF, ("in.safetensors", "hard"), ("in.safetensors", "soft")])
+def test_F07_a_matrix_file_is_not_replaced_by_itself(folder: Path, kind: str, road: str) -> None:
+    """With --force, too, which is for results: what --values and --dtype take would be gone."""
+    source, end = folder / kind, ".npz" if kind == "in.safetensors" else os.path.splitext(kind)[1]
+    if kind == "in.safetensors":
+        sf.save_dense(source, {"w": np.eye(4, 8, dtype=np.float32)})
+    else:
+        write_matrix(source, np.eye(4, 8, dtype=np.float32))
+    os.link(source, folder / f"hard{end}")
+    (folder / f"soft{end}").symlink_to(kind)
+    roads = {"same": source, "dot": f"{folder}/./{kind}", "hard": folder / f"hard{end}", "soft": folder / f"soft{end}"}
+    losses: dict[str, list[list[str]]] = {".npz": [["--values", "ones"], ["--dtype", "float16"]]}
+    for flags in ([], ["--force"], *(["--force", *f] for f in losses.get(os.path.splitext(kind)[1], []))):
+        with unharmed(folder):
+            answer = command("convert", source, roads[road], *flags)
+        assert (answer.code, "input and output are the same file; give DST another name" in answer.err) == (73, True)
+    assert command("convert", source, roads[road], "--dry-run").code == 0
+    assert command("convert", source, folder / f"other{end}").code == 0
 
 
 def test_F08_output_folder_is_the_input_folder(model: Path) -> None:
