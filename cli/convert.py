@@ -30,6 +30,7 @@ from .options import (
     Src,
     To,
     recipe,
+    value_dtype,
 )
 from .output import console, notes, print_json, progress, size, summary, warnings
 from .tables import cell
@@ -149,7 +150,7 @@ def run(
         _refuse_same(src, dst, dry_run)
         from spformat.interop.matrices import read_matrix
 
-        a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
+        a = read_matrix(src, values=values or None, seed=seed, dtype=value_dtype(dtype))
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
         _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
         return

@@ -347,3 +347,22 @@ def test_bench_as_json_keeps_its_notes_in_the_document(tmp_path: Path) -> None:
         r = spformat("bench", tmp_path / "w.safetensors", *flags, "--to", to)
         assert (r.returncode, r.stdout) == (code, ""), r.stderr
         assert json.loads(r.stderr)["code"] == error
+
+
+@pytest.mark.parametrize("dtype", ["foo", "int32", "f4,f4", "float32[", "1" * 5000])
+def test_a_dtype_that_is_no_value_type_is_a_wrong_option(tmp_path: Path, graph: Path, dtype: str) -> None:
+    """2, and not 65, which says of the file that it is broken."""
+    for words in (
+        ("recommend", graph / "g.safetensors"), ("convert", graph / "g.npz", tmp_path / "out.safetensors"),
+    ):  # fmt: skip
+        r = spformat(*words, "--dtype", dtype)
+        assert r.returncode == 2, r.stderr
+        assert r.stderr.startswith("error: --dtype: expected a value type (float64, float32, ")
+        assert f"got '{dtype[:37]}" in r.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_short_names_of_dtypes(tmp_path: Path) -> None:
+    r = spformat("convert", SMTX, tmp_path / "out.safetensors", "--to", "csr", "--dtype", "BF16")
+    assert r.returncode == 0, r.stderr
+    assert sf.load(tmp_path / "out.safetensors")[SMTX.stem].dtype.name == "bfloat16"
