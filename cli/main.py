@@ -76,7 +76,7 @@ def main() -> None:
     for name, code in _SIGNALS.items():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, code=code: sys.exit(code))
-    stdout, interrupted, ended = sys.stdout, threading.Event(), threading.Event()
+    interrupted, ended = threading.Event(), threading.Event()
 
     def interrupt(number: int, frame: Any) -> None:
         if not interrupted.is_set() and _VERBS_THAT_WRITE.isdisjoint(sys.argv):
@@ -94,8 +94,9 @@ def main() -> None:
     except SystemExit as e:
         if e.code in (130, *_SIGNALS.values()):
             _leave(int(e.code))
-        # Typer answers a reader that went away (`| head`) with a wrapped stdout and exit 1; it is no error.
-        raise SystemExit(verdict() if e.code == 1 and sys.stdout is not stdout else e.code) from None
+        # Typer, and Rich below its help, answer a reader that went away (`| head`) with exit 1; it is no error.
+        gone = e.code == 1 and isinstance(e.__context__, BrokenPipeError)
+        raise SystemExit(verdict() if gone else e.code) from None
     except KeyboardInterrupt:
         _leave(130)
     except BrokenPipeError:
