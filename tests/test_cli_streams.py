@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,3 +38,28 @@ def test_nobody_reads_the_rest(words: str, reader: str) -> None:
 )
 def test_the_exit_code_stays_where_nobody_reads(words: str, code: int) -> None:
     assert shell(f"S {words} | true").returncode == code
+
+
+@pytest.mark.parametrize("flags", ["", "--json"])
+def test_a_full_standard_output_is_named_and_files_are_complete(tmp_path: Path, flags: str) -> None:
+    out = tmp_path / "out"
+    r = shell(f"S convert {SHARDED} {out} --to csr {flags} > /dev/full")
+    assert r.returncode == 74
+    said = "standard output: cannot write: No space left on device; files that were written before are complete"
+    last = r.stderr.splitlines()[-1]
+    assert last == (json.dumps({"code": "WriteError", "exit_code": 74, "message": said}) if flags else f"error: {said}")
+    assert shell(f"S validate {out} --checksums").returncode == 0
+    assert shell(f"S diff {SHARDED} {out} --provenance").returncode == 0
+
+
+def test_a_closed_standard_output_is_named() -> None:
+    r = shell(f"S inspect {SHARDED} >&-")
+    said = "error: standard output: it is closed, so nothing was started; > /dev/null drops the output\n"
+    assert (r.returncode, r.stderr) == (74, said)
+
+
+def test_a_current_folder_that_was_removed(tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    r = shell(f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && S inspect w.safetensors")
+    assert r.returncode == 66
+    assert r.stderr.splitlines()[-1] == "error: the current folder was removed: change into another one"
