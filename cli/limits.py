@@ -11,7 +11,7 @@ import typer
 
 from .options import parse_bytes
 from .output import set_quiet
-from .pipe import from_pipe
+from .pipe import from_pipe, name_input
 from .url import from_url
 
 
@@ -45,6 +45,7 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(run)
     def limited(**given: Any) -> None:
+        from spformat.errors import SpformatError
         from spformat.limits import using
 
         changes: dict[str, Any] = {}
@@ -56,7 +57,11 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
         changes["link_roots"] = tuple(given.pop("follow_symlinks") or ())
         set_quiet(given.pop("quiet"))
         with using(**changes), from_pipe(given) as piped, from_url(piped) as arguments:
-            run(**arguments)
+            try:
+                run(**arguments)
+            except SpformatError as e:
+                name_input(e)
+                raise
 
     extra: dict[str, Any] = {"quiet": (Annotated[bool, _QUIET], False)}
     extra |= {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}

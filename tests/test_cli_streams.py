@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_cli import DIGITS, SHARDED
+
+import spformat as sf
 
 COMMAND = f'{shlex.quote(sys.executable)} -c "from spformat_cli.main import main; main()"'
 
@@ -63,3 +66,37 @@ def test_a_current_folder_that_was_removed(tmp_path: Path) -> None:
     r = shell(f"cd {tmp_path}/gone && rmdir {tmp_path}/gone && S inspect w.safetensors")
     assert r.returncode == 66
     assert r.stderr.splitlines()[-1] == "error: the current folder was removed: change into another one"
+
+
+def test_errors_about_a_pipe_name_standard_input(tmp_path: Path) -> None:
+    """Its temporary file is gone by then."""
+    r = shell("S inspect - --json < /dev/null")
+    error = json.loads(r.stderr)
+    assert (r.returncode, error["path"]) == (65, "standard input")
+    assert error["message"] == "standard input: truncated: 8-byte length expected, the file has 0 bytes"
+    r = shell(f"S convert - {tmp_path}/out --to two-four < {DIGITS}")
+    assert (r.returncode, "\nerror: standard input: tensor 'hidden2" in r.stderr) == (3, True), r.stderr
+    damaged = tmp_path / "damaged.safetensors"
+    sf.save(damaged, {"w": sf.convert(np.eye(8, dtype=np.float32), "csr")})
+    data = bytearray(damaged.read_bytes())
+    data[-1] ^= 1
+    damaged.write_bytes(data)
+    for words in ("validate -", "inspect -", "recommend -", f"diff - {damaged}", f"diff {damaged} -"):
+        r = shell(f"cat {damaged} | S {words} --json")
+        said = r.stdout + r.stderr
+        assert r.returncode == 65, said
+        if not words.startswith("diff"):  # which meets the file that is no pipe as well
+            assert "standard input: tensor 'w'" in said
+        assert "stdin.safetensors" not in said
+    for end, start in ((".npz", "PK\\x03\\x04"), (".mtx", "%%%%MatrixMarket")):
+        r = shell(f"printf '{start}' | S inspect -")
+        assert (r.returncode, r.stderr.startswith("error: standard input: "), end in r.stderr) == (65, True, False)
+
+
+def test_differences_of_a_pipe_name_it(tmp_path: Path) -> None:
+    sf.save_dense(tmp_path / "w.safetensors", {"v": np.eye(8, dtype=np.float32)})
+    r = shell(f"S diff - {DIGITS} --json < {tmp_path}/w.safetensors")
+    tree = json.loads(r.stdout)
+    assert (r.returncode, tree["a"], tree["b"]) == (1, "-", str(DIGITS))
+    whats = {d["tensor"]: d["what"] for d in tree["differences"]}
+    assert whats["v"] == "only in standard input"
