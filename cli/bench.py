@@ -29,7 +29,7 @@ def run(
         "--to",
         help="Convert each matrix to this format first. Default: as stored; a dense one as `convert --to auto` would. "
         "With --calibrate: only these formats, comma-separated.",
-        autocompletion=completion.targets,
+        autocompletion=completion.one_format,
     ),
     include: Include = None,
     backend: str = typer.Option(
@@ -76,7 +76,7 @@ def run(
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends
     from spformat.checkpoint.fastest import numbers
-    from spformat.errors import DeviceUnavailable
+    from spformat.errors import DeviceUnavailable, UsageError
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
@@ -96,6 +96,11 @@ def run(
         return
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
+    if to.partition(":")[0] in ("fastest", "keep"):
+        raise UsageError(
+            f"--to: expected auto, dense or a format, as bsr:blocksize=16x16, got {to!r:.80}; without --to matrices "
+            "are measured as they are stored, and `spformat tune SRC` measures which format is fastest"
+        )
     where = device or _default_device()
     widths = numbers(",".join(n))
     only = tuple(filter(None, backend.split(",")))

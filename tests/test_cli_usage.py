@@ -331,24 +331,6 @@ def test_nothing_is_written_to_a_pipe(tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w.safetensors"]
 
 
-def test_bench_as_json_keeps_its_notes_in_the_document(tmp_path: Path) -> None:
-    """stderr has errors alone, so that it can be parsed."""
-    x = np.eye(16, 32, dtype=np.float32)
-    x[0, :4] = 1
-    sf.save_dense(tmp_path / "w.safetensors", {"a": x, "b": x[:, :16]})
-    flags = ("-n", "1", "--device", "cpu", "--repeats", "1", "--limit", "1", "--json")
-    r = spformat("bench", tmp_path / "w.safetensors", *flags)
-    assert (r.returncode, r.stderr) == (0, "")
-    notes = [note for note in json.loads(r.stdout)["notes"] if not note.startswith("load ")]
-    assert notes[0] == "the 1 largest of 2 matrices, one of each shape first; --limit takes more"
-    assert notes[1].startswith("a: measured as ")
-    assert notes[2].startswith("a N=1: ")
-    for to, code, error in (("nonsense", 2, "UsageError"), ("two-four", 3, "StructureError")):
-        r = spformat("bench", tmp_path / "w.safetensors", *flags, "--to", to)
-        assert (r.returncode, r.stdout) == (code, ""), r.stderr
-        assert json.loads(r.stderr)["code"] == error
-
-
 @pytest.mark.parametrize("dtype", ["foo", "int32", "f4,f4", "float32[", "1" * 5000])
 def test_a_dtype_that_is_no_value_type_is_a_wrong_option(tmp_path: Path, graph: Path, dtype: str) -> None:
     """2, and not 65, which says of the file that it is broken."""
