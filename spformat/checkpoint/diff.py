@@ -99,7 +99,8 @@ def _inputs(packed: Path, source: Path) -> tuple[int, int, list[tuple[str, Diffe
     manifest, rows, missing = os.path.join(packed, MANIFEST), [], 0
     entries = read_manifest(manifest)["files"].values()
     for entry in entries:
-        name, what = safe_name(entry["source"], ".safetensors"), ""
+        fix = "it should be the name of an input file, as convert writes it: convert the input again"
+        name, what = safe_name(entry["source"], ".safetensors", manifest, fix), ""
         path = os.path.join(source if os.path.isdir(source) else os.path.dirname(source), name)
         if len(entries) == 1 and not os.path.isdir(source):
             path = os.fspath(source)  # a file by itself may have been renamed

@@ -71,8 +71,31 @@ def test_F01_hostile_weight_maps(model: Path, name: str, monkeypatch: pytest.Mon
     opened: list[Any] = []
     real = files.open_regular
     monkeypatch.setattr(files, "open_regular", lambda p: (opened.append(os.fspath(p)), real(p))[1])
-    refused_model(model, sf.errors.PathError, "file name: expected a file name of letters, digits")
+    stated = (
+        f"{INDEX}: file name: expected a file name of letters, digits.*; a shard lies beside the file that lists it"
+    )
+    refused_model(model, sf.errors.PathError, stated)
     assert {os.path.dirname(p) for p in opened} <= {str(model)}  # nothing outside is even opened
+
+
+def test_F01_hostile_names_in_a_manifest(model: Path) -> None:
+    """The message names the manifest, and no fix that would not help."""
+    packed = model.parent / "packed"
+    convert_checkpoint(model, packed, "csr")
+    manifest = packed / "spformat.json"
+    tree = json.loads(manifest.read_text())
+    first = min(tree["files"])
+    entry = tree["files"].pop(first)
+    manifest.write_text(json.dumps(tree | {"files": tree["files"] | {f"../{first}": entry}}))
+    refused_model(
+        packed, sf.errors.PathError, r"packed/spformat\.json: file name: .*; a shard lies beside the file that"
+    )
+    manifest.write_text(json.dumps(tree | {"files": tree["files"] | {first: entry | {"source": f"../in/{SHARDS[0]}"}}}))
+    with unharmed(model.parent):
+        answer = command("diff", model, packed, "--provenance", "--json")
+    told = json.loads(answer.err)
+    assert (answer.code, told["path"]) == (77, str(manifest))
+    assert f"got '../in/{SHARDS[0]}'; it should be the name of an input file" in told["message"]
 
 
 def test_F02_links_out_of_the_folder_need_their_root_named(model: Path) -> None:
