@@ -1,4 +1,4 @@
-"""Standard input and output of the command: a reader that goes away, a full disk behind them, what messages call them."""
+"""Streams of the command: a reader that goes away, a full disk behind stdout, the name of a pipe, a tiny terminal."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from terminals import screen
 from test_cli import DIGITS, SHARDED
 
 import spformat as sf
@@ -100,3 +101,15 @@ def test_differences_of_a_pipe_name_it(tmp_path: Path) -> None:
     assert (r.returncode, tree["a"], tree["b"]) == (1, "-", str(DIGITS))
     whats = {d["tensor"]: d["what"] for d in tree["differences"]}
     assert whats["v"] == "only in standard input"
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 9])
+@pytest.mark.parametrize("verb", ["explain", "recommend"])
+def test_a_terminal_with_no_room_for_text(tmp_path: Path, verb: str, columns: int) -> None:
+    """Lines become longer than it; the command does not fold them forever."""
+    sf.save_dense(tmp_path / "w.safetensors", {"w": np.eye(16, 32, dtype=np.float32)})
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_CPU, (20, 20)); "
+    command = [sys.executable, "-c", limited + "from spformat_cli.main import main; main()"]
+    code, lines = screen([*command, verb, str(tmp_path / "w.safetensors")], columns)
+    assert code == 0
+    assert len(lines) < 1000
