@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -28,7 +29,7 @@ def run(
         "--to",
         help="Convert each matrix to this format first. Default: as stored; a dense one as `convert --to auto` would. "
         "With --calibrate: only these formats, comma-separated.",
-        autocompletion=completion.targets,
+        autocompletion=completion.one_format,
     ),
     include: Include = None,
     backend: str = typer.Option(
@@ -75,7 +76,7 @@ def run(
     """Time A @ B for matrices of SRC: correctness first, alternating runs, cold and hot caches, medians."""
     from spformat import backends
     from spformat.checkpoint.fastest import numbers
-    from spformat.errors import DeviceUnavailable, LimitError, StructureError
+    from spformat.errors import DeviceUnavailable, LimitError, StructureError, UsageError
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
 
@@ -95,6 +96,11 @@ def run(
         return
     if not src:
         raise typer.BadParameter("expected SRC, a checkpoint or a matrix")
+    if to.partition(":")[0] in ("fastest", "keep"):
+        raise UsageError(
+            f"--to: expected auto, dense or a format, as bsr:blocksize=16x16, got {to!r:.80}; without --to matrices "
+            "are measured as they are stored, and `spformat tune SRC` measures which format is fastest"
+        )
     where = device or _default_device()
     widths = numbers(",".join(n))
     only = tuple(filter(None, backend.split(",")))
@@ -104,21 +110,27 @@ def run(
     host = backends.get("cpu").missing() if where == "cpu" and not only else ()
     if host:  # then dense products alone would be timed
         raise DeviceUnavailable(f"no kernel of ours runs on the CPU here: {'; '.join(host)}")
+    said: list[str] = []
+
+    def say(text: str) -> None:
+        """With --json, stderr has errors alone, and notes belong to the document."""
+        said.append(text) if as_json else notes().print(text, soft_wrap=True)
+
     busy = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if where == "cpu" and busy > 0.5 * (os.cpu_count() or 1):
         text = f"load {busy:.1f} on {os.cpu_count()} cores: other work on this machine shows in the times below"
-        warnings().print(text, style="yellow")
+        said.append(text) if as_json else warnings().print(text, style="yellow")
     rows: list[dict[str, Any]] = []
     verdicts: list[str] = []
     t = table("tensor", "N", "contender", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error", "note",
               right=("N", "cold us", "hot us", "host us", "TFLOP/s useful", "GB/s", "error"))  # fmt: skip
     environment = None
-    for name, a in _matrices(src, include, limit):
+    for name, a in _matrices(src, include, limit, say):
         target = to or ("auto" if a.name == "dense" else "")
         if target == "auto":
             target = structure_of(a, src, name).smallest()
             what = "dense, and no format of it is smaller" if target == "dense" else f"as {target}"
-            notes().print(f"{cell(name)}: measured {what} (what `convert --to auto` makes of it)", soft_wrap=True)
+            say(f"{cell(name)}: measured {what} (what `convert --to auto` makes of it)")
         try:
             fitted = (convert(a, target) if target else a).to(where)
         except (LimitError, StructureError) as e:
@@ -137,15 +149,15 @@ def run(
                           f"{r.useful_tflops:.3f}", f"{r.gbytes_per_s:.0f}", f"{r.error:.2f}", r.note,
                           style=None if r.peer else "bold")  # fmt: skip
             verdicts.append(f"{cell(name)} N={width}: {bench.verdict(results)}")
-    if as_json:
-        print_json({"environment": environment, "results": rows})
-    else:
+    if not as_json:
         console().print(t)
         console().print(
             "The column error is a share of the bound for float32 sums, wrong above 1; only ratios of one run count."
         )
     for text in verdicts:
-        notes().print(text, soft_wrap=True)
+        say(text)
+    if as_json:
+        print_json({"environment": environment, "results": rows, "notes": said})
     if plot:
         _plot(rows, plot)
 
@@ -160,8 +172,11 @@ def _default_device() -> str:
     return "cpu" if backends.get("cuda").missing() else "cuda"
 
 
-def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
-    """(name, Format) of the largest matrices; one matrix of each shape comes first, then the second of each."""
+def _matrices(src: str, include: list[str] | None, limit: int, say: Callable[[str], None]) -> Any:
+    """(name, Format) of the largest matrices; one matrix of each shape comes first, then the second of each.
+
+    say: is told how many are left out.
+    """
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
     from spformat.checkpoint.stacks import StackedFile, holds_matrices, records_of
@@ -182,7 +197,7 @@ def _matrices(src: str, include: list[str] | None, limit: int) -> Any:
     if not ranked:
         raise no_matrix(len(chosen))
     if len(ranked) > limit:
-        notes().print(f"the {limit} largest of {len(ranked)} matrices, one of each shape first; --limit takes more")
+        say(f"the {limit} largest of {len(ranked)} matrices, one of each shape first; --limit takes more")
     for _, (tensor, shard, r) in ranked[:limit]:
         with source.open(shard) as f:
             opened: Any = StackedFile(f, [tensor])

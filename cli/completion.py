@@ -20,8 +20,13 @@ def formats(incomplete: str) -> list[str]:
 
 
 def targets(incomplete: str) -> list[str]:
-    """What --to takes: formats, auto and keep."""
+    """What --to takes: formats, auto, fastest and keep."""
     return [*formats(incomplete), *(t for t in TARGETS if t.startswith(incomplete))]
+
+
+def one_format(incomplete: str) -> list[str]:
+    """What --to of bench takes: formats and auto."""
+    return [*formats(incomplete), *(["auto"] if "auto".startswith(incomplete) else [])]
 
 
 def misfits(incomplete: str) -> list[str]:

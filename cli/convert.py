@@ -30,6 +30,7 @@ from .options import (
     Src,
     To,
     recipe,
+    value_dtype,
 )
 from .output import console, notes, print_json, progress, size, summary, warnings
 from .tables import cell
@@ -146,14 +147,16 @@ def run(
         of_checkpoints = tuple(name for name in _OF_CHECKPOINTS if name != "device")
     if is_matrix(src):
         _refuse(ctx, of_checkpoints, f"checkpoints, and {src} is a matrix file")
+        _refuse_same(src, dst, dry_run)
         from spformat.interop.matrices import read_matrix
 
-        a = read_matrix(src, values=values or None, seed=seed, dtype=dtype or None)
+        a = read_matrix(src, values=values or None, seed=seed, dtype=value_dtype(dtype))
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
         _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
         return
     if is_matrix(dst):
         _refuse(ctx, (*_OF_FOLDERS, "seed", "dtype"), f"checkpoints, and {dst} is a matrix file")
+        _refuse_same(src, dst, dry_run)
         with staged(src, "") as here:
             name, x = _only_matrix(here.source, dst, include, exclude)
             _matrix(src, name, x, dst, to, values, force, dry_run, as_json)
@@ -233,6 +236,15 @@ def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT":
             raise UsageError(f"--{name.replace('_', '-')} is for {what}")
+
+
+def _refuse_same(src: str, dst: str, dry_run: bool) -> None:
+    """OutputError if DST is SRC: --force is for results, and what a matrix file loses (--values, --dtype) is gone."""
+    from spformat.errors import OutputError
+    from spformat.storage.files import same_file
+
+    if not dry_run and same_file(src, dst):
+        raise OutputError("input and output are the same file; give DST another name", path=dst)
 
 
 @contextmanager

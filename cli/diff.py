@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import typer
@@ -10,6 +11,7 @@ import typer
 from .groups import grouped, one_each
 from .options import Json, Long, Src
 from .output import print_json, set_verdict, summary
+from .pipe import named, typed
 from .tables import cell
 
 _NUMBER = re.compile(r"-?[0-9][0-9.]*(e[+-]?[0-9]+)?|-?inf|-?nan")
@@ -39,7 +41,7 @@ def run(
     results = list(diff_checkpoints(one, other))
     if provenance:
         results += diff_provenance(a, b)
-    differing = [d for _, d in results if d is not None]
+    differing = [replace(d, what=named(d.what)) for _, d in results if d is not None]
     same = len(results) - len(differing)
     differing += diff_metadata(one, other)
     set_verdict(1 if differing else 0)
@@ -47,7 +49,9 @@ def run(
         differences = [
             {"tensor": d.tensor, "what": d.what, "count": d.count, "index": list(d.index)} for d in differing
         ]
-        print_json({"a": a, "b": b, "equal": not differing, "compared": len(results), "differences": differences})
+        print_json(
+            {"a": typed(a), "b": typed(b), "equal": not differing, "compared": len(results), "differences": differences}
+        )
     else:
         for group in one_each(differing, _name) if long else grouped(differing, _name, _fate):
             first = "first: " if len(group.rows) > 1 else ""

@@ -11,7 +11,7 @@ import typer
 
 from .options import parse_bytes
 from .output import set_quiet
-from .pipe import from_pipe
+from .pipe import from_pipe, name_input
 from .url import from_url
 
 
@@ -34,6 +34,7 @@ _SWITCHES = {
     "allow_unchecked": "Read files whose checksums were left out.",
     "ignore_unknown": "Read descriptors with keys this release does not know.",
 }
+_PATHS = ("src", "dst", "a", "b")
 _QUIET = typer.Option("--quiet", "-q", help="No progress, hints or summaries: only data, warnings and errors.")
 _LINKS = (
     "Folder that symlinks in a checkpoint may lead into, repeatable (for a Hugging Face cache: its models--* folder)."
@@ -43,10 +44,23 @@ _LINKS = (
 def bounded(run: Callable[..., None]) -> Callable[..., None]:
     """``run`` with these options added to its own; they hold while it runs."""
 
+    own = inspect.signature(run, eval_str=True)  # Typer reads the hints of a given signature as they are
+    required = [
+        key for key in _PATHS if key in own.parameters
+        # An argument that may be left out is empty then.
+        and getattr(own.parameters[key].default, "default", own.parameters[key].default) != ""
+    ]  # fmt: skip
+
     @functools.wraps(run)
     def limited(**given: Any) -> None:
+        from spformat.errors import SpformatError, UsageError
         from spformat.limits import using
 
+        if empty := next((key for key in required if given[key] == ""), None):
+            text = (
+                f"{empty.upper()} is empty: expected a file or folder; was it a variable of the shell that is not set?"
+            )
+            raise UsageError(text)
         changes: dict[str, Any] = {}
         for key in (*_SIZES, *_COUNTS):
             value = given.pop(f"max_{key}")
@@ -56,14 +70,17 @@ def bounded(run: Callable[..., None]) -> Callable[..., None]:
         changes["link_roots"] = tuple(given.pop("follow_symlinks") or ())
         set_quiet(given.pop("quiet"))
         with using(**changes), from_pipe(given) as piped, from_url(piped) as arguments:
-            run(**arguments)
+            try:
+                run(**arguments)
+            except SpformatError as e:
+                name_input(e)
+                raise
 
     extra: dict[str, Any] = {"quiet": (Annotated[bool, _QUIET], False)}
     extra |= {f"max_{key}": (Annotated[str | None, _option(f"max_{key}", text)], None) for key, text in _SIZES.items()}
     extra |= {f"max_{key}": (Annotated[int | None, _option(f"max_{key}", text)], None) for key, text in _COUNTS.items()}
     extra |= {key: (Annotated[bool, _option(key, text)], False) for key, text in _SWITCHES.items()}
     extra["follow_symlinks"] = (Annotated[list[str] | None, _option("follow_symlinks", _LINKS)], None)
-    own = inspect.signature(run, eval_str=True)  # Typer reads the hints of a given signature as they are
     parameters = [
         inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         for key, (hint, default) in extra.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -61,6 +62,8 @@ _SIGNALS = {"SIGTERM": 143, "SIGHUP": 129}
 """The signals that end a command like an error, and their exit codes. Python turns SIGINT into an error by itself."""
 _VERBS_THAT_WRITE = frozenset({"convert", "merge", "tune", "bench"})
 """Commands that may have something to put in order after Ctrl-C."""
+_OF_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.EAGAIN}
+"""What the system answers to a write into stdout that it refuses."""
 _PATIENCE = 1.0
 """Seconds after Ctrl-C within which the other commands end."""
 
@@ -72,11 +75,11 @@ def main() -> None:
     open_streams()
     set_quiet(False)
     if closed:  # no answer could be printed, so nothing is started
-        sys.exit(_code_of(OSError(9, "stdout is closed")))
+        sys.exit(_of_stdout("it is closed, so nothing was started; > /dev/null drops the output"))
     for name, code in _SIGNALS.items():
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), lambda *_, code=code: sys.exit(code))
-    stdout, interrupted, ended = sys.stdout, threading.Event(), threading.Event()
+    interrupted, ended = threading.Event(), threading.Event()
 
     def interrupt(number: int, frame: Any) -> None:
         if not interrupted.is_set() and _VERBS_THAT_WRITE.isdisjoint(sys.argv):
@@ -94,8 +97,9 @@ def main() -> None:
     except SystemExit as e:
         if e.code in (130, *_SIGNALS.values()):
             _leave(int(e.code))
-        # Typer answers a reader that went away (`| head`) with a wrapped stdout and exit 1; it is no error.
-        raise SystemExit(verdict() if e.code == 1 and sys.stdout is not stdout else e.code) from None
+        # Typer, and Rich below its help, answer a reader that went away (`| head`) with exit 1; it is no error.
+        gone = e.code == 1 and isinstance(e.__context__, BrokenPipeError)
+        raise SystemExit(verdict() if gone else e.code) from None
     except KeyboardInterrupt:
         _leave(130)
     except BrokenPipeError:
@@ -149,7 +153,7 @@ def _log(level: str) -> None:
 
 def _code_of(e: Exception) -> int:
     from spformat.arrays.library import device_error
-    from spformat.errors import DeviceFault, InternalError, SpformatError, UsageError, WriteError
+    from spformat.errors import DeviceFault, InputError, InternalError, SpformatError, UsageError, WriteError
 
     as_json = "--json" in sys.argv
     e = device_error(e) or e
@@ -164,10 +168,21 @@ def _code_of(e: Exception) -> int:
     if isinstance(e, MemoryError):
         sys.stderr.write("error: out of memory; nothing was published\n")
         return 71
-    if isinstance(e, OSError) and e.filename is None:  # stdout closed or full
+    if isinstance(e, OSError) and e.filename is None:  # not of a file: those are typed, or have its name
+        if e.errno == errno.ENOENT:
+            return report(InputError("the current folder was removed: change into another one"), as_json)
+        if e.errno in _OF_WRITES:
+            return _of_stdout(f"cannot write: {e.strerror}; files that were written before are complete")
         return report(WriteError(f"cannot write: {e.strerror or e}"), as_json)
     message = f"unexpected {type(e).__name__}: {e}; this is a bug in spformat, please report it"
     return report(InternalError(message), as_json)
+
+
+def _of_stdout(what: str) -> int:
+    """Print that standard output cannot be written, and return the exit code."""
+    from spformat.errors import WriteError
+
+    return report(WriteError(f"standard output: {what}"), "--json" in sys.argv)
 
 
 def _folder_of_link(error: SpformatError) -> str:

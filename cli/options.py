@@ -115,3 +115,17 @@ def recipe(
         to=complete(to), rules=tuple(Rule(r.pattern, complete(r.target)) for r in parsed), include=tuple(include or ()),
         exclude=tuple(exclude or ()), prune=prune, sparsity=sparsity, nonfinite=nonfinite, misfit=complete(misfit),
     )  # fmt: skip
+
+
+def value_dtype(text: str) -> str | None:
+    """The name of the value type in the text of --dtype; None without one. UsageError for what is none."""
+    if not text:
+        return None
+    from spformat.arrays.dtypes import VALUE_TYPES, value_type
+    from spformat.errors import ArrayError, UsageError, printable
+
+    try:
+        return value_type(text).name
+    except ArrayError:
+        known = ", ".join(VALUE_TYPES)
+        raise UsageError(f"--dtype: expected a value type ({known}), got '{printable(text, 40)}'") from None

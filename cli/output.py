@@ -20,6 +20,8 @@ _WIDE = 200
 """Width in characters if the stream is not a terminal, so that tables in logs can be read."""
 
 
+_NARROWEST = 8
+"""Characters of a line beside its indent that are never folded."""
 _NO_LIMIT = 1 << 30
 _EVERY = 5.0
 """Seconds between two lines about the progress of a run."""
@@ -180,8 +182,10 @@ def indented(line: str) -> None:
         out.print(line, soft_wrap=True)
         return
     start = " " * (len(line) - len(line.lstrip()))
+    below = start + "    "
+    width = max(out.width, len(below) + _NARROWEST)  # textwrap never ends where the indent leaves no room
     for part in textwrap.wrap(
-        shown(line), out.width, initial_indent=start, subsequent_indent=start + "    ", break_on_hyphens=False
+        shown(line), width, initial_indent=start, subsequent_indent=below, break_on_hyphens=False
     ):
         out.print(part, soft_wrap=True)
 

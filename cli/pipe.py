@@ -7,7 +7,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from spformat.errors import SpformatError
 
 MOST = 16 * 10**9
 """The most bytes that are taken from a pipe."""
@@ -27,6 +30,20 @@ def typed(path: str) -> str:
 def stands_for(path: str, given: str) -> None:
     """From now on ``typed(path)`` is ``given``."""
     _typed[path] = given
+
+
+def named(text: str) -> str:
+    """``text`` with the names of the inputs in place of the paths of local copies, which are gone after the command."""
+    for copy, given in _typed.items():
+        text = text.replace(copy, "standard input" if given == "-" else given.rstrip("/"))
+    return text
+
+
+def name_input(error: SpformatError) -> None:
+    """Let the error name the input, not a local copy of it."""
+    error.message = named(error.message)
+    if "path" in error.fields:
+        error.fields["path"] = named(str(error.fields["path"]))
 
 
 @contextmanager

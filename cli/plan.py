@@ -90,13 +90,22 @@ def foresee(src: str, chosen: Any, silent: bool) -> Any:
 
 
 def show_report(report: Any, as_json: bool, long: bool, path: str, **extra: Any) -> None:
-    """Print the table of a finished conversion, and the files that it did not copy."""
-    files, left = [s.name for s in report.shards], list(report.left_behind)
-    show(report.outcomes, as_json, long, summary(), path=path, files=files, not_copied=left, **extra)
+    """Print the table of a finished conversion, the files that it did not copy, and old weights that stay beside it."""
+    files, left, beside = [s.name for s in report.shards], list(report.left_behind), list(report.dense_beside)
+    extra |= {"path": path, "files": files, "not_copied": left, "dense_beside": beside}
+    show(report.outcomes, as_json, long, summary(), **extra)
     if left and not as_json:
-        names = ", ".join(cell(n) for n in left[:8]) + (f", .. ({len(left)} in all)" if len(left) > 8 else "")
-        text = f"not copied: {names}; folders, weights that were not converted and very large files stay behind"
+        text = f"not copied: {_some(left)}; folders, weights that were not converted and very large files stay behind"
         warnings().print(text, style="yellow", soft_wrap=True)
+    if beside and not as_json:
+        text = f"{cell(path)} also holds a dense checkpoint, which stays: {_some(beside)}"
+        more = "other loaders than spformat read that one, so move or remove it if it is an old one"
+        warnings().print(f"{text}; {more}", style="yellow", soft_wrap=True)
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and how many there are."""
+    return ", ".join(cell(n) for n in names[:8]) + (f", .. ({len(names)} in all)" if len(names) > 8 else "")
 
 
 def show(outcomes: Any, as_json: bool, long: bool, out: Console, **extra: Any) -> None:

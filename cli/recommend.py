@@ -12,7 +12,7 @@ from . import completion, gpus
 from .groups import grouped, together, without_numbers
 from .hints import hint
 from .matrices import each_matrix
-from .options import Include, Json, Src, parse_bytes
+from .options import Include, Json, Src, parse_bytes, value_dtype
 from .output import console, indented, print_json
 from .pipe import typed
 from .tables import cell
@@ -66,7 +66,7 @@ def run(
         "device": gpus.device(device),
         "objective": objective,
         "b_layout": b_layout,
-        "dtype": dtype or None,
+        "dtype": value_dtype(dtype),
     }
     asked["workspace"] = parse_bytes(max_workspace) if max_workspace else WORKSPACE
     widths = numbers(",".join(n))

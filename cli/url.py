@@ -27,7 +27,7 @@ def from_url(given: dict[str, Any]) -> Iterator[dict[str, Any]]:
             from spformat.checkpoint.hub import url_of
 
             arguments[key] = url_of(path)
-            if arguments[key] != path:
+            if arguments[key] != path and not given.get("as_json"):
                 notes().print(f"no {cell(path)} here: taking the model {cell(arguments[key])} of the Hugging Face hub",
                               soft_wrap=True)  # fmt: skip
     with ExitStack() as copies:

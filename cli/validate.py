@@ -10,7 +10,7 @@ from . import completion
 from .groups import grouped, one_each, without_numbers
 from .options import Include, Json, Long, Src
 from .output import print_json, set_verdict, summary
-from .pipe import typed
+from .pipe import name_input, typed
 from .refusals import reason, remedies
 from .tables import table
 
@@ -44,6 +44,8 @@ def run(
 
     verdicts = list(validate_checkpoint(src, Checks(expect, tuple(include or ()), checksums, official=official)))
     bad = [v for v in verdicts if v.error]
+    for v in bad:
+        name_input(v.error)  # type: ignore[arg-type]
     compared = [v for v in verdicts if v.compared]
     ok = not bad and bool(compared or not expect)
     codes = {1 if v.finding else v.error.exit_code for v in bad if v.error}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,48 @@ def test_everybody_runs_in_every_round_and_follows_everybody() -> None:
     calls.clear()
     clock.take_turns(runs, 40, 0, cold=False, seconds=60)
     assert (np.array(calls).reshape(40, 4) == rounds).all()  # the same in every run
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dense", [1 << 28, 100], ids=["all-rows", "sampled"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_nan_and_infinities_of_the_matrix_are_compared(monkeypatch: pytest.MonkeyPatch, dense: int, dtype: str) -> None:
+    monkeypatch.setattr(bench, "DENSE", dense)
+    x = np.eye(12, 9, dtype=dtype)
+    x[1, 2], x[3, 4], x[5, 6], x[7, 7:9] = np.nan, np.inf, -np.inf, (np.inf, -np.inf)
+    a: Any = sf.convert(x, "csr")
+    B = np.full((9, 3), 2, dtype)
+    right = np.zeros((12, 3), np.float32) + 2 * np.eye(12, 9, dtype=dtype).sum(1, dtype=np.float32)[:, None]
+    right[1], right[3], right[5], right[7] = np.nan, np.inf, -np.inf, np.nan
+    crowd = {"right": right}
+    for name, place, value in (
+        ("number-for-nan", 1, 2.0), ("number-for-infinity", 3, 3e38), ("other-sign", 3, -np.inf),
+        ("nan-for-infinity", 5, np.nan), ("infinity-for-nan", 7, np.inf), ("nan-for-number", 0, np.nan),
+        ("infinity-for-number", 0, np.inf),
+    ):  # fmt: skip
+        crowd[name] = right.copy()
+        crowd[name][place, 1] = value
+    others = tuple(bench.Contender(name, c.copy, False) for name, c in crowd.items())
+    case = bench.Case("t", a, B, (*contenders.ours(a, B), *contenders.dense(a, B), *others), dtype)
+    results = bench.compare(case, 1)
+    wrong = {r.name for r in results if r.error == float("inf")}
+    assert wrong == crowd.keys() - {"right"}
+    assert max(r.error for r in results if r.name not in wrong) < 1
+    assert len(results) > len(crowd) + 1  # kernels of ours, and dense
+    rows = {row["name"]: row for row in bench.to_json(results)}
+    assert {name for name, row in rows.items() if row["right"] is False} == wrong
+    assert {name for name, row in rows.items() if row["error"] is None} == wrong
+    json.dumps(list(rows.values()), allow_nan=False)
+    only = [r for r in results if r.name == "other-sign"]
+    assert "WRONG RESULT, other NaN or infinities than A @ B has" in bench.verdict(only)
+    assert "WRONG" not in bench.verdict([r for r in results if r.name == "right"])
+
+
+def test_who_did_not_run_is_neither_right_nor_wrong() -> None:
+    def fail() -> Any:
+        raise sf.errors.NoKernelError("no")
+
+    a: Any = sf.convert(np.eye(4, dtype=np.float32), "csr")
+    case = bench.Case("t", a, contenders.operand(a, 2), (bench.Contender("none", fail, False),), "float32")
+    (row,) = bench.to_json(bench.compare(case, 1))
+    assert (row["right"], row["error"], row["cold_us"], row["note"]) == (None, None, None, "no")

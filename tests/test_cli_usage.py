@@ -329,3 +329,46 @@ def test_nothing_is_written_to_a_pipe(tmp_path: Path, monkeypatch: pytest.Monkey
         assert result.returncode == 2
         assert "nothing is written to a pipe" in " ".join(result.stderr.split())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["w.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["foo", "int32", "f4,f4", "float32[", "1" * 5000])
+def test_a_dtype_that_is_no_value_type_is_a_wrong_option(tmp_path: Path, graph: Path, dtype: str) -> None:
+    """2, and not 65, which says of the file that it is broken."""
+    for words in (
+        ("recommend", graph / "g.safetensors"), ("convert", graph / "g.npz", tmp_path / "out.safetensors"),
+    ):  # fmt: skip
+        r = spformat(*words, "--dtype", dtype)
+        assert r.returncode == 2, r.stderr
+        assert r.stderr.startswith("error: --dtype: expected a value type (float64, float32, ")
+        assert f"got '{dtype[:37]}" in r.stderr
+    assert not any(tmp_path.iterdir())
+
+
+def test_short_names_of_dtypes(tmp_path: Path) -> None:
+    r = spformat("convert", SMTX, tmp_path / "out.safetensors", "--to", "csr", "--dtype", "BF16")
+    assert r.returncode == 0, r.stderr
+    assert sf.load(tmp_path / "out.safetensors")[SMTX.stem].dtype.name == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("words", "which"),
+    [
+        (["inspect", ""], "SRC"), (["validate", ""], "SRC"), (["convert", "", "out"], "SRC"), (["merge", ""], "DST"),
+        (["convert", DIGITS, ""], "DST"), (["diff", "", DIGITS], "A"), (["diff", DIGITS, ""], "B"),
+        (["explain", ""], "SRC"), (["recommend", ""], "SRC"), (["plan", ""], "SRC"),
+    ],
+)  # fmt: skip
+def test_an_empty_path_is_a_wrong_argument(words: list[str], which: str) -> None:
+    """As a shell makes of a variable that is not set; the message was about the current folder."""
+    r = spformat(*words)
+    text = f"error: {which} is empty: expected a file or folder; was it a variable of the shell that is not set?\n"
+    assert (r.returncode, r.stderr) == (2, text)
+    if words[0] == "inspect":
+        told = json.loads(spformat(*words, "--json").stderr)
+        assert (told["code"], told["exit_code"]) == ("UsageError", 2)
+
+
+@pytest.mark.parametrize("verb", ["bench", "tune"])
+def test_an_empty_path_where_none_may_be_given(verb: str) -> None:
+    r = spformat(verb, "")
+    assert (r.returncode, "expected SRC, a checkpoint or a matrix" in r.stderr) == (2, True)

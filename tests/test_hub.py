@@ -359,6 +359,7 @@ def test_reading_verbs_take_models_of_the_hub(tmp_path: Path, model: stand_in_hu
     assert run("inspect", "org/model", HF_HUB_OFFLINE="1").returncode == 0
     done = run("inspect", "org/model")
     assert (done.returncode, "RepositoryNotFoundError" in done.stderr) == (66, True)
+    assert json.loads(run("inspect", "org/model", "--json").stderr)["code"] == "InputError"
     # what does exist here is never looked up
     (tmp_path / "org" / "model").mkdir(parents=True)
     assert "no .safetensors file in the folder" in run("inspect", "org/model").stderr

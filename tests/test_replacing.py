@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from test_checkpoint import FIXTURES, same_values, tree
+from test_cli import spformat
 
 import spformat as sf
 from spformat.checkpoint import (
@@ -17,6 +18,7 @@ from spformat.checkpoint import (
     convert_checkpoint,
     folder,
     journals,
+    merge_parts,
     open_source,
     remote,
     run,
@@ -280,3 +282,31 @@ def test_a_forced_upload_replaces_all_of_a_checkpoint(tmp_path: Path) -> None:
     with remote.staged(url, tmp_path / "here") as here:
         same_values(DIGITS, Path(here.source))
     fs.rm("/replacing", recursive=True)
+
+
+def test_a_dense_checkpoint_stays_beside_a_packed_one_and_is_named(tmp_path: Path) -> None:
+    """It has no manifest, so it may be the only copy of somebody's weights. Other loaders read it, not the new one."""
+    out = tmp_path / "out"
+    assert convert_checkpoint(SHARDED, out, "dense").dense_beside == ()
+    stays = {p.name: p.read_bytes() for p in out.glob("model*")}
+    assert len(stays) == 3  # two shards and an index
+    report = convert_checkpoint(SHARDED, out, "csr", force=True)
+    assert report.dense_beside == tuple(sorted(stays))
+    assert convert_checkpoint(SHARDED, out, "csr", resume=True).dense_beside == report.dense_beside
+    assert {p.name: p.read_bytes() for p in out.glob("model*")} == stays
+    same_values(SHARDED, out)
+    r = spformat("convert", SHARDED, out, "--to", "csr", "--force")
+    text = f"{out} also holds a dense checkpoint, which stays: {', '.join(sorted(stays))}; other loaders than spformat read"
+    assert (r.returncode, text in r.stderr) == (0, True), r.stderr
+    r = spformat("convert", SHARDED, out, "--to", "csr", "--force", "--json")
+    assert json.loads(r.stdout)["dense_beside"] == sorted(stays)
+    assert "also holds" not in r.stderr
+    for i in (1, 2):
+        assert convert_checkpoint(SHARDED, out, "csr", force=True, part=f"{i}/2").dense_beside == ()
+    assert merge_parts(out).dense_beside == report.dense_beside
+    for name in stays:
+        (out / name).unlink()
+    r = spformat("convert", SHARDED, out, "--to", "csr", "--force")
+    assert (r.returncode, "also holds" in r.stderr) == (0, False)
+    assert convert_checkpoint(SHARDED, out, "dense", force=True).dense_beside == ()
+    assert {p.name for p in out.glob("*.safetensors")} == {n for n in stays if n.endswith(".safetensors")}

@@ -95,7 +95,7 @@ def value_type(dtype: Any) -> ValueType:
             return VALUE_TYPES[dtype]
     try:
         row = VALUE_TYPES.get(np.dtype(dtype).name)
-    except TypeError:
+    except (TypeError, ValueError, SyntaxError):  # numpy parses text of many forms, with Python's parser, too
         row = None
     if row is None:
         raise ArrayError(f"dtype {dtype} is not a value type; use one of {', '.join(VALUE_TYPES)}")

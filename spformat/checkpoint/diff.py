@@ -17,7 +17,7 @@ from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..formats.stack import Stack
 from ..limits import product
-from ..storage.files import Path, safe_name, sha256_of
+from ..storage.files import Path, is_file, safe_name, sha256_of
 from ..storage.stheader import METADATA
 from .manifest import MANIFEST, read_manifest
 from .source import Source, open_source
@@ -83,20 +83,34 @@ def _texts(every: tuple[str, ...] | None) -> str:
 def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]:
     """(file, its difference or None) for every input file that the manifest of one folder names.
 
-    The file is looked up in the other folder, and its sha256 is compared with the one in the manifest. UsageError if
-    neither folder has a manifest.
+    The file is looked up in the other folder, and its sha256 is compared with the one in the manifest; one that is not
+    there differs. If both folders have a manifest, the one that names fewer missing and different files counts as the
+    output, B if they are equal. UsageError if neither has one.
     """
-    one, other = (p for p in (a, b) if os.path.isfile(os.path.join(p, MANIFEST))), {os.fspath(a), os.fspath(b)}
-    packed = next(one, None)
-    if packed is None:
+    pairs = [(p, q) for p, q in ((b, a), (a, b)) if os.path.isfile(os.path.join(p, MANIFEST))]
+    if not pairs:
         raise UsageError(f"--provenance: neither {printable(a)} nor {printable(b)} has a {MANIFEST}")
-    source = (other - {os.fspath(packed)} or other).pop()
-    folder = source if os.path.isdir(source) else os.path.dirname(os.path.abspath(source))
-    for entry in read_manifest(os.path.join(packed, MANIFEST))["files"].values():
-        name, expected = safe_name(entry["source"], ".safetensors"), entry["source_sha256"]
-        actual = sha256_of(os.path.join(folder, name))
-        same = actual == expected
-        yield name, None if same else Difference(name, f"sha256: the manifest says {expected}, the file has {actual}")
+    _, _, rows = min((_inputs(p, q) for p, q in pairs), key=lambda found: found[:2])
+    yield from rows
+
+
+def _inputs(packed: Path, source: Path) -> tuple[int, int, list[tuple[str, Difference | None]]]:
+    """(files missing, files missing or different, ``diff_provenance``), where ``packed`` is the output."""
+    manifest, rows, missing = os.path.join(packed, MANIFEST), [], 0
+    entries = read_manifest(manifest)["files"].values()
+    for entry in entries:
+        fix = "it should be the name of an input file, as convert writes it: convert the input again"
+        name, what = safe_name(entry["source"], ".safetensors", manifest, fix), ""
+        path = os.path.join(source if os.path.isdir(source) else os.path.dirname(source), name)
+        if len(entries) == 1 and not os.path.isdir(source):
+            path = os.fspath(source)  # a file by itself may have been renamed
+        if not is_file(path):
+            what = f"{printable(manifest)} names this file of its input, and {printable(source)} does not hold it"
+            missing += 1
+        elif (actual := sha256_of(path)) != entry["source_sha256"]:
+            what = f"sha256: the manifest says {entry['source_sha256']}, the file has {actual}"
+        rows.append((name, Difference(name, what) if what else None))
+    return missing, sum(d is not None for _, d in rows), rows
 
 
 def _difference(name: str, x: Any, y: Any) -> Difference | None:

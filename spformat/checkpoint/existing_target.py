@@ -45,6 +45,17 @@ def left_over(c: Conversion) -> list[str]:
     return [n for n, path in paths.items() if is_file(path) and not any(same_file(path, i) for i in inputs)]
 
 
+def dense_beside(c: Conversion) -> tuple[str, ...]:
+    """Shards and index of a dense checkpoint beside the new packed one, which loaders that know only these names read.
+
+    They stay: a dense checkpoint has no manifest, so nothing says whether this package wrote it, or whether it is the
+    only copy of somebody's weights.
+    """
+    if c.dense:
+        return ()
+    return tuple(n for n in names_in(c.folder) if n == INDEX or _DENSE.fullmatch(n))
+
+
 def clear(c: Conversion) -> None:
     """Remove what is ``left_over`` and flush the folder. The new checkpoint must be complete, with its journal still
     there."""

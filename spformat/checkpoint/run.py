@@ -54,6 +54,8 @@ class ConversionReport:
     """Files that an earlier run had finished but that were converted again: each with what has changed since."""
     left_behind: tuple[str, ...] = ()
     """Names of files beside the shards that were not copied (``Source.left_behind``)."""
+    dense_beside: tuple[str, ...] = ()
+    """Names of shards and index of a dense checkpoint that was in the target folder and stays beside the packed one."""
 
     @property
     def outcomes(self) -> tuple[TensorOutcome, ...]:
@@ -203,7 +205,8 @@ def _to_locked_folder(
         file_plans = _file_plans(c, part, workers, there if going_on else [])
         if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
             files = existing_target.already_done(c, {file_plan.shard for file_plan in file_plans})
-            return ConversionReport(c.folder, files, len(files), left_behind=c.source.left_behind)
+            beside = existing_target.dense_beside(c)
+            return ConversionReport(c.folder, files, len(files), left_behind=c.source.left_behind, dense_beside=beside)
         if not going_on and not force:
             names = c.names
             outputs = [names[file_plan.shard] for file_plan in file_plans]
@@ -213,8 +216,10 @@ def _to_locked_folder(
         folder.refuse_collisions(c)
         redone = ["everything: the journal is of another recipe or source"] if known is None else []
         done, resumed = _convert(c, part, file_plans, workers, known or {}, force or resume, progress, redone)
-        files = tuple(done) if part else folder.finish(c, done)
-        return ConversionReport(c.folder, files, resumed, tuple(redone), () if part else c.source.left_behind)
+        if part:
+            return ConversionReport(c.folder, tuple(done), resumed, tuple(redone))
+        files, left = folder.finish(c, done), c.source.left_behind
+        return ConversionReport(c.folder, files, resumed, tuple(redone), left, existing_target.dense_beside(c))
 
 
 def _file_plans(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[FilePlan]:
@@ -316,4 +321,5 @@ def merge_parts(
                     text = f"{file_plan.name} is missing or has changed: run part {number}/{n} again with --resume"
                     raise InputError(text, path=target)
                 done.append(outcome)
-        return ConversionReport(target, folder.finish(c, done), len(done), left_behind=source.left_behind)
+        files, left = folder.finish(c, done), source.left_behind
+        return ConversionReport(target, files, len(done), (), left, existing_target.dense_beside(c))

@@ -51,6 +51,8 @@ _OTHER_WEIGHTS = (
 )  # fmt: skip
 """File name endings of weights that are not converted: of other frameworks, or shards that the index does not list."""
 
+_BESIDE = "a shard lies beside the file that lists it, which has its name alone: move it there, and mend the list"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -161,8 +163,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
             path=where,
         )
     if MANIFEST in names:
-        manifest = read_manifest(not_outside(os.path.join(where, MANIFEST), follow))
-        shards = tuple(safe_name(n, ".safetensors") for n in manifest["files"])
+        listing = os.path.join(where, MANIFEST)
+        manifest = read_manifest(not_outside(listing, follow))
+        shards = tuple(safe_name(n, ".safetensors", listing, _BESIDE) for n in manifest["files"])
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         original_names = {n: f["source"] for n, f in manifest["files"].items()}
@@ -179,8 +182,9 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
             f"expected one index, got {', '.join(indexes)}; convert a folder with one of them", path=where
         )
     if indexes:
-        index, weight_map = _read_index(not_outside(os.path.join(where, indexes[0]), follow))
-        shards = tuple(sorted({safe_name(f, ".safetensors") for f in weight_map.values()}))
+        listing = os.path.join(where, indexes[0])
+        index, weight_map = _read_index(not_outside(listing, follow))
+        shards = tuple(sorted({safe_name(f, ".safetensors", listing, _BESIDE) for f in weight_map.values()}))
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         return _assemble(where, where, shards, weight_map, index, _others(names, (*shards, indexes[0])), follow)

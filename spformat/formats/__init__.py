@@ -110,7 +110,7 @@ def by_name(name: str) -> type[Format]:
         if name == "auto":
             hint = "; convert(x, 'auto') chooses the smallest, as convert_checkpoint and the command do"
         if name == "fastest":
-            hint = "; recommend(x, n=[16])[0].format is one, and convert_checkpoint and the command take this target"
+            hint = "; recommend(x, n=[16])[0].format names the fastest, `spformat convert --to fastest` takes it"
         raise UsageError(f"unknown format {name!r:.80}{hint} (known: auto, {', '.join(f.name for f in registered())})")
     return fmt
 

@@ -8,6 +8,7 @@ all of them alike.
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import statistics
@@ -58,7 +59,8 @@ class Result:
     host_us: float
     """Host time of one call, without waiting for the device."""
     error: float
-    """Largest error as a share of the bound u |C| + 2 (ceil(K/16)+1) 2^-24 (|A| @ |B|); > 1 is wrong."""
+    """Largest error as a share of the bound u |C| + 2 (ceil(K/16)+1) 2^-24 (|A| @ |B|); > 1 is wrong. Infinite where
+    NaN and infinities are not exactly those of the product."""
     useful_tflops: float
     dense_tflops: float
     """Dense-equivalent: 2 M N K / t."""
@@ -79,6 +81,7 @@ class Case:
     meta: dict[str, Any] = field(default_factory=dict)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # NaN and infinities of A are data here, and compared
 def compare(case: Case, repeats: int = 50, warmups: int = 10, seconds: float = 3.0, hot: bool = True) -> list[Result]:
     """Check, then time every contender in turn; the fastest first. A contender that fails is reported as a note.
 
@@ -143,7 +146,9 @@ def _error(C: Array, ref: Array, magnitude: Array, rows: Any, case: Case) -> flo
     unit = UNIT.get(C.dtype.name, 2.0**-24)
     subnormal = 2.0**-25 if C.dtype.name == "float16" else 0.0
     bound = unit * xp.abs(ref) + subnormal + 2 * (-(-K // 16) + 1) * 2.0**-24 * magnitude
-    ratio = xp.abs(C.astype(np.float64) - ref) / xp.maximum(bound, 1e-30)
+    got = C.astype(np.float64)
+    ratio = xp.abs(got - ref) / xp.maximum(bound, 1e-30)
+    ratio[(got == ref) | (xp.isnan(got) & xp.isnan(ref))] = 0  # infinities and NaN, whose differences are NaN, too
     if not bool(xp.isfinite(ratio).all()):
         return float("inf")
     return float(ratio.max()) if ratio.size else 0.0
@@ -301,8 +306,12 @@ def _copy_rate(cp: Any) -> float:
 
 
 def to_json(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Plain rows; NaN becomes null."""
-    return [{k: (None if v != v else v) for k, v in asdict(r).items()} for r in results]
+    """Plain rows. A number that is not finite becomes null, and "right" says whether the result was: null if none."""
+    return [
+        {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(r).items()}
+        | {"right": None if r.error != r.error else r.error <= 1}
+        for r in results
+    ]
 
 
 def _steady(r: Result) -> bool:
@@ -318,7 +327,8 @@ def verdict(results: Sequence[Result]) -> str:
     if not ours:
         return "nothing of ours ran"
     best = min(ours, key=lambda r: r.cold_us)
-    wrong = f"; WRONG RESULT, error {best.error:.1f} of the bound" if best.error > 1 else ""
+    how = f"error {best.error:.1f} of the bound" if best.error < math.inf else "other NaN or infinities than A @ B has"
+    wrong = f"; WRONG RESULT, {how}" if best.error > 1 else ""
     if not peers:
         return f"{best.name} {best.cold_us:.1f} us{wrong}"
     peer = min(peers, key=lambda r: r.cold_us)

@@ -156,11 +156,15 @@ def same_file(a: Path, b: Path) -> bool:
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
 
 
-def safe_name(name: str, suffix: str = "") -> str:
-    """``name``, if it is a plain file name of [A-Za-z0-9._-] that ends with ``suffix``; else PathError."""
+def safe_name(name: str, suffix: str = "", listed_in: Path | None = None, fix: str = "rename the file") -> str:
+    """``name``, if it is a plain file name of [A-Za-z0-9._-] that ends with ``suffix``; else PathError.
+
+    listed_in, fix: the file that the name was read from, and what to do, for the message.
+    """
     if not _SAFE.fullmatch(name) or name in (".", "..") or not name.endswith(suffix) or name == suffix:
         expected = "a file name of letters, digits, '.', '_', '-'" + (f" ending in '{suffix}'" if suffix else "")
-        raise PathError(f"file name: expected {expected}, got {name!r:.200}; rename the file", value=name)
+        path = None if listed_in is None else os.fspath(listed_in)
+        raise PathError(f"file name: expected {expected}, got {name!r:.200}; {fix}", value=name, path=path)
     return name
 
 

@@ -324,6 +324,52 @@ def test_D22_provenance(folder: Path) -> None:
         assert [d["tensor"] for d in told["differences"]] == ["in.safetensors"]
 
 
+def test_D22_two_packed_folders_in_either_order(folder: Path) -> None:
+    """Each has a manifest: the one that names the other's files is the output."""
+    source, once, twice = (folder / name for name in ("in", "once", "twice"))
+    source.mkdir()
+    for i in (1, 2):
+        sf.save_dense(source / f"model-0000{i}-of-00002.safetensors", {f"w{i}": weights(i)["w"]})
+    third = folder / "third"
+    for src, dst, to in ((source, once, "csr"), (once, twice, "bitmask"), (twice, third, "coo")):
+        assert command("convert", src, dst, "--to", to).code == 0
+    for pair in ((source, once), (once, twice), (twice, third)):
+        for a, b in (pair, pair[::-1]):
+            answer = command("diff", a, b, "--provenance")
+            assert (answer.code, "4 of 4 tensors and files are the same" in answer.out) == (0, True), answer
+    for a, b, name in ((source, twice, "spformat-00001-of-00002"), (twice, source, "spformat-00001-of-00002"),
+                       (third, source, "spformat-00001-of-00002")):  # fmt: skip
+        answer = command("diff", a, b, "--provenance", "--long")
+        assert (answer.code, f"{name}.safetensors: " in answer.out) == (1, True), answer
+        assert f"spformat.json names this file of its input, and {source} does not hold it" in answer.out
+    sf.save(once / "spformat-00001-of-00002.safetensors", {"w1": sf.convert(weights(1)["w"], "coo")}, overwrite=True)
+    for a, b in ((once, twice), (twice, once)):  # the same values in other bytes
+        answer = command("diff", a, b, "--provenance")
+        assert (answer.code, "spformat-00001-of-00002.safetensors: sha256: the manifest says" in answer.out) == (
+            1,
+            True,
+        )
+
+
+def test_D22_a_file_by_itself(folder: Path) -> None:
+    source = folder / "in.safetensors"
+    sf.save_dense(source, weights())
+    assert command("convert", source, folder / "packed", "--to", "csr").code == 0
+    renamed, other = folder / "renamed.safetensors", folder / "other.safetensors"
+    renamed.write_bytes(source.read_bytes())
+    data = source.read_bytes()
+    n = int.from_bytes(data[:8], "little")
+    other.write_bytes((n + 1).to_bytes(8, "little") + data[8 : 8 + n] + b" " + data[8 + n :])  # the same values
+    for file, code in ((renamed, 0), (other, 1)):  # the one beside it, which has the name in the manifest, is not meant
+        assert command("diff", file, folder / "packed", "--provenance").code == code
+    elsewhere = folder / "elsewhere"
+    elsewhere.mkdir()
+    renamed.rename(elsewhere / "renamed.safetensors")
+    answer = command("diff", elsewhere, folder / "packed", "--provenance")
+    assert (answer.code, "in.safetensors: " in answer.out) == (1, True)
+    assert f"names this file of its input, and {elsewhere} does not hold it" in answer.out
+
+
 def test_D23_the_writer_keeps_to_the_limit(folder: Path) -> None:
     with limits.using(descriptor_bytes=100), refused(folder, sf.errors.LimitError, "--max-descriptor-bytes"):
         sf.save(folder / "x", {"w": make(sf.CSR)})

@@ -16,6 +16,7 @@ from catalogue import command, refused, unharmed, unprivileged, weights
 
 import spformat as sf
 from spformat.checkpoint import convert_checkpoint, open_source
+from spformat.interop.matrix_output import write_matrix
 from spformat.storage import files, locks
 
 INDEX = "model.safetensors.index.json"
@@ -70,8 +71,31 @@ def test_F01_hostile_weight_maps(model: Path, name: str, monkeypatch: pytest.Mon
     opened: list[Any] = []
     real = files.open_regular
     monkeypatch.setattr(files, "open_regular", lambda p: (opened.append(os.fspath(p)), real(p))[1])
-    refused_model(model, sf.errors.PathError, "file name: expected a file name of letters, digits")
+    stated = (
+        f"{INDEX}: file name: expected a file name of letters, digits.*; a shard lies beside the file that lists it"
+    )
+    refused_model(model, sf.errors.PathError, stated)
     assert {os.path.dirname(p) for p in opened} <= {str(model)}  # nothing outside is even opened
+
+
+def test_F01_hostile_names_in_a_manifest(model: Path) -> None:
+    """The message names the manifest, and no fix that would not help."""
+    packed = model.parent / "packed"
+    convert_checkpoint(model, packed, "csr")
+    manifest = packed / "spformat.json"
+    tree = json.loads(manifest.read_text())
+    first = min(tree["files"])
+    entry = tree["files"].pop(first)
+    manifest.write_text(json.dumps(tree | {"files": tree["files"] | {f"../{first}": entry}}))
+    refused_model(
+        packed, sf.errors.PathError, r"packed/spformat\.json: file name: .*; a shard lies beside the file that"
+    )
+    manifest.write_text(json.dumps(tree | {"files": tree["files"] | {first: entry | {"source": f"../in/{SHARDS[0]}"}}}))
+    with unharmed(model.parent):
+        answer = command("diff", model, packed, "--provenance", "--json")
+    told = json.loads(answer.err)
+    assert (answer.code, told["path"]) == (77, str(manifest))
+    assert f"got '../in/{SHARDS[0]}'; it should be the name of an input file" in told["message"]
 
 
 def test_F02_links_out_of_the_folder_need_their_root_named(model: Path) -> None:
@@ -173,6 +197,29 @@ def test_F07_output_is_the_input(folder: Path, road: str) -> None:
     assert os.stat(target).st_ino != inode  # by way of a temporary file
     assert np.array_equal(sf.load(target)["w"].to_dense(), weights()["w"])
     assert sf.safe_open(folder / "hard.safetensors").described == (road == "hard")
+
+
+ONTO_ITSELF = [(f"in.{kind}", road) for kind in ("npz", "mtx", "smtx") for road in ("same", "dot", "hard", "soft")]
+
+
+@pytest.mark.parametrize(("kind", "road"), [*ONTO_ITSELF, ("in.safetensors", "hard"), ("in.safetensors", "soft")])
+def test_F07_a_matrix_file_is_not_replaced_by_itself(folder: Path, kind: str, road: str) -> None:
+    """With --force, too, which is for results: what --values and --dtype take would be gone."""
+    source, end = folder / kind, ".npz" if kind == "in.safetensors" else os.path.splitext(kind)[1]
+    if kind == "in.safetensors":
+        sf.save_dense(source, {"w": np.eye(4, 8, dtype=np.float32)})
+    else:
+        write_matrix(source, np.eye(4, 8, dtype=np.float32))
+    os.link(source, folder / f"hard{end}")
+    (folder / f"soft{end}").symlink_to(kind)
+    roads = {"same": source, "dot": f"{folder}/./{kind}", "hard": folder / f"hard{end}", "soft": folder / f"soft{end}"}
+    losses: dict[str, list[list[str]]] = {".npz": [["--values", "ones"], ["--dtype", "float16"]]}
+    for flags in ([], ["--force"], *(["--force", *f] for f in losses.get(os.path.splitext(kind)[1], []))):
+        with unharmed(folder):
+            answer = command("convert", source, roads[road], *flags)
+        assert (answer.code, "input and output are the same file; give DST another name" in answer.err) == (73, True)
+    assert command("convert", source, roads[road], "--dry-run").code == 0
+    assert command("convert", source, folder / f"other{end}").code == 0
 
 
 def test_F08_output_folder_is_the_input_folder(model: Path) -> None:
