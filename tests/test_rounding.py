@@ -62,7 +62,7 @@ def test_values_that_a_type_cannot_hold(values: list[Any], dtype: str, message: 
 
 @pytest.mark.parametrize("dtype", [None, *NARROW, "float32", "float64"])
 @pytest.mark.parametrize("x", [
-    np.array([["NaT", "2020-01-01"]], "M8[D]"), np.array([["NaT", 3]], "m8[D]"), np.array([["NaT"]], "m8"),
+    np.array([["NaT", "2020-01-01"]], "M8[D]"), np.array([["NaT", 3]], "m8[D]"), np.array([["NaT"]], "m8[s]"),
     np.array([[None, 1.0]], object), np.array([[1.0]], object), np.array([[10**400]], object),
     np.array([[1j]], object), np.zeros((1, 2), [("a", "f4")]), np.zeros((1, 2), [("a", "f4"), ("b", "f4")]),
     np.array([["1", "2"]]), np.array([["x"]]), np.array([[b""]]), np.zeros((1, 2), "V4"),
