@@ -25,11 +25,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_interrupt_at_any_moment_ends_with_its_exit_code(llama: Path) -> None:
-    """Also while modules are being imported, when any exception may come of it."""
-    code = "from spformat_cli.entry import main; main()"
-    for delay in (0.1, 0.2, 0.3, 0.4, 0.5):
-        p = subprocess.Popen([sys.executable, "-c", code, "explain", str(llama)], stdout=subprocess.DEVNULL,
+    """Also while modules are being imported, when any exception may come of it; Python's own start is Python's."""
+    code = "print(flush=True); from spformat_cli.entry import main; main()"
+    for delay in (0.0, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5):
+        p = subprocess.Popen([sys.executable, "-c", code, "explain", str(llama)], stdout=subprocess.PIPE,
                              stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert p.stdout is not None
+        p.stdout.readline()
         time.sleep(delay)
         p.send_signal(signal.SIGINT)
         err = p.communicate(timeout=60)[1]
