@@ -1,16 +1,15 @@
 // C[M,N] = A[M,K] @ B[K,N], A vector n:m (NM-SpMM), on the CUDA cores: any vector length, exact order of sums, no tensor
-// cores. Also the small kernel that adds up parts of K: sum_splits.
+// cores.
 //
 //   shape, records   see vector_nm.cuh
 //   data             T[W, Mp], k-major; the pitch a multiple of 16
 //   B                T, rows pitch_b bytes apart; pointer and pitch multiples of 16
-//   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, as many of Sum, one behind the other
+//   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, as many of Sum: vector_nm_sums.cu
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
 // Blocking as in NM-SpMM: a warp covers 32 rows x 64 columns, a thread 8 rows x 8 columns. TR = rows of a thread
 // that share their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
 // Sums are Sum (float, or double for double), in ascending k.
-#include "spformat/launch_order.cuh"
 #include "spformat/vector_nm_cuda_cores.cuh"
 
 namespace spformat::vector_nm {
@@ -128,23 +127,6 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
         });
 
     store_sums<QUADS>(acc, C + blockIdx.z * split_stride, s.M, N, m0 + m, n0 + n, step_m, step_n);
-}
-
-// C[l][i] = parts[0] + parts[1] + .. in this order: lines of C (rows, or columns where it is column-major) are ld apart. Grid any;
-// block 256 threads. parts: Sum[splits, lines, along].
-template <class Sum, class Out>
-__global__ void __launch_bounds__(256) sum_splits(const Sum* __restrict__ parts, Out* __restrict__ C, int splits, int lines, int along,
-                                                  i64 ld) {
-    let_next_launch_begin();
-    wait_for_launch_before();
-    const i64 size = static_cast<i64>(lines) * along;
-    const i64 stride = static_cast<i64>(gridDim.x) * 256;
-    for (i64 i = blockIdx.x * 256 + threadIdx.x; i < size; i += stride) {
-        Sum sum = parts[i];
-#pragma unroll 4
-        for (int p = 1; p < splits; ++p) sum += parts[p * size + i];
-        C[i / along * ld + i % along] = rounded<Out>(sum);
-    }
 }
 
 }  // namespace spformat::vector_nm

@@ -123,7 +123,6 @@ class SpmmVectorNM(CudaKernel):
             instance("float32", "float", 8, DEEP[0], True),
             instance("float64", "double", 1, SMALL, False),
             instance("bfloat16", "__nv_bfloat16", 4, LARGE, True),
-            "spformat::vector_nm::sum_splits<float, __half>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:

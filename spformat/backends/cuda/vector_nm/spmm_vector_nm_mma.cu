@@ -4,7 +4,7 @@
 //   data     T[W, Mp]           values, k-major: data[u, i] of row i
 //   records  u32[row_tiles, k_tiles, record]
 //   B        T, rows pitch_b bytes apart; pointer and pitch multiples of 16
-//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
+//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, as many of float: vector_nm_sums.cu
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
 //   WM, WN   rows and columns of C that a warp computes; a block has WARPS_M * WARPS_N warps

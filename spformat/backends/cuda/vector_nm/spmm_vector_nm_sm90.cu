@@ -4,7 +4,7 @@
 //   a_map            float data[W, Mp], k-major; boxes of a k tile's kept vectors x a tile's rows
 //   shape, table     see vector_nm.cuh: records of k tiles of whole windows, not packed
 //   b_map            float B[K, N]; boxes of a k tile's columns of A x a tile's columns
-//   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N]
+//   C                Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, as many of float: vector_nm_sums.cu
 //
 // Grid (row tiles * column tiles, 1, splits), row tiles fastest; block 32*WARPS_M*WARPS_N threads.
 // A and B come as one box each, with all rows of B of a k tile: the best tiles are faster so than with only the rows that they

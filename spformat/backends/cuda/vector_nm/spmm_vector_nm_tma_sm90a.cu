@@ -4,7 +4,7 @@
 //   a_map    TMA map of data T[W, Mp], boxes of tile_kept lines x 128 bytes of rows, 128-byte swizzle
 //   shape, records   see vector_nm.cuh; unpacked
 //   together columns of (clusters of) tiles that do so (tile_order.cuh)
-//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, float[splits, M, N] partial sums
+//   C        Out, element (m, n) at m*step_m + n*step_n, one step is 1; or, splits > 1, as many of float: vector_nm_sums.cu
 //
 // The products are those of spmm_vector_nm_mma.cu. What limits them is L2 -> SM traffic and the instructions that copies
 // cost: here one warp issues TMA loads, and a cluster of 2 x 2 CTAs (row tiles x column tiles) shares them: each CTA fetches

@@ -21,11 +21,11 @@ from ..runtime import jit, launch, refusals
 from ..runtime.copy_lines import copy_of
 from ..runtime.occupancy import max_clusters
 from ..runtime.scratch import Scratch
+from .vector_nm_sums import Sums
 from .vector_nm_tiles import Packing, Pattern, Records, Shape, records
 
 C_TYPES = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float", "float64": "double"}
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-PLAIN_SOURCE = "vector_nm/spmm_vector_nm.cu"
 _INT32_MAX = 2**31 - 1
 _PITCH_MAX = 2**31
 """Kernels take the bytes between rows of data and of B as 32-bit numbers."""
@@ -254,18 +254,13 @@ def launcher(p: Problem, choice: Choice) -> launch.Prepare:
 
         return prepare
 
-    instance = f"spformat::vector_nm::sum_splits<{sum_type}, {out_type}>"
-    total = launch.Launch(
-        jit.load(PLAIN_SOURCE, instance, jit.architecture(p.sm or 80, ()), p.device_id), "PPiiiq", (), 256, waits=True
-    )
-    parts = Scratch()
+    sums, parts = Sums(p, sum_type, out_type, processors), Scratch()
 
     def prepare_split(x: launch.Operands, keep: Any = keep) -> list[launch.Bound]:
         partial = parts.buffer(x.stream, splits * M * x.n * size)
-        grid = min(ceil_div(M * x.n, 256), 8 * processors), 1, 1
         # Partial sums lie as C does, so that both are read and written along lines.
         lines, along, steps = (x.n, M, (1, M)) if c_col else (M, x.n, (x.n, 1))
         product_of_parts = start(x, partial, *steps, M * x.n)
-        return [*product_of_parts, total.bind(grid, x.stream, partial, x.c, splits, lines, along, x.ldc)]
+        return [*product_of_parts, sums.bind(x.stream, partial, x.c, splits, lines, along, x.ldc)]
 
     return prepare_split
