@@ -64,16 +64,16 @@ def device(gpu: str) -> Any:
     For a board without rates of its own: the first of its architecture, or one with the rates of the H200; a note
     says so.
     """
-    from spformat.products.roofline import DEVICES, H200, board_named, of_architecture
+    from spformat.products.roofline import DEVICES, H200, device_for
 
     if gpu == "cpu":
         return "cpu"
     sm, board = architecture(gpu)
-    found = board_named(board) or of_architecture(sm)
-    if found.name != board and not was_given("--json"):
-        rates = found.name if found.name in DEVICES else H200.name
+    known = device_for(board, sm)
+    if known.name != board and not was_given("--json"):
+        rates = known.name if known.name in DEVICES else H200.name
         notes().print(f"{gpu} is sm_{sm}; the rates are those of {rates}")
-    return found
+    return known
 
 
 OfFastest = Annotated[

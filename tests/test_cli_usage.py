@@ -364,8 +364,8 @@ def test_an_empty_path_is_a_wrong_argument(words: list[str], which: str) -> None
     text = f"error: {which} is empty: expected a file or folder; was it a variable of the shell that is not set?\n"
     assert (r.returncode, r.stderr) == (2, text)
     if words[0] == "inspect":
-        told = json.loads(spformat(*words, "--json").stderr)
-        assert (told["code"], told["exit_code"]) == ("UsageError", 2)
+        error = json.loads(spformat(*words, "--json").stderr)
+        assert (error["code"], error["exit_code"]) == ("UsageError", 2)
 
 
 @pytest.mark.parametrize("verb", ["bench", "tune"])

@@ -90,7 +90,7 @@ def diff_provenance(a: Path, b: Path) -> Iterator[tuple[str, Difference | None]]
     pairs = [(p, q) for p, q in ((b, a), (a, b)) if os.path.isfile(os.path.join(p, MANIFEST))]
     if not pairs:
         raise UsageError(f"--provenance: neither {printable(a)} nor {printable(b)} has a {MANIFEST}")
-    _, _, rows = min((_inputs(p, q) for p, q in pairs), key=lambda found: found[:2])
+    _, _, rows = min((_inputs(p, q) for p, q in pairs), key=lambda inputs: inputs[:2])
     yield from rows
 
 

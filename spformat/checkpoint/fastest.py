@@ -16,13 +16,13 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, round_up
-from ..dispatch.recommend import COLUMNS, OBJECTIVES, Recommendations, device_named, recommend
+from ..dispatch.recommend import COLUMNS, OBJECTIVES, Recommendations, recommend
 from ..errors import StructureError, UsageError
 from ..limits import product
 from ..preprocess.coordinates import STRIP, of_row_chunks, structure_of
 from ..preprocess.structure import Structure
 from ..products.problem import COL, ROW
-from ..products.roofline import DEVICES, Device
+from ..products.roofline import DEVICES, Device, device_named
 from ..storage.descriptor import Record
 
 FASTEST = "fastest"

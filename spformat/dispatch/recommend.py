@@ -7,7 +7,6 @@ are asked as for any product. So a recommendation and ``explain`` of the convert
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from ..preprocess.coordinates import DenseBlocks, dense_blocks_of, structure_of
 from ..preprocess.structure import Structure
 from ..products import rates, roofline
 from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, result_dtype
-from ..products.roofline import DEVICES, Device
+from ..products.roofline import Device, device_named
 from .cost import LAUNCH_US
 from .select import ask, named
 
@@ -35,7 +34,6 @@ OBJECTIVES = ("time", "bytes", "resident")
 COLUMNS = (16, 2048)
 """Columns of B unless others are given: a few tokens, and a long prompt."""
 _MIB = 1 << 20
-_ARCHITECTURE = re.compile(r"sm_([7-9]\d|1\d\d)")
 
 
 @dataclass(frozen=True)
@@ -209,26 +207,6 @@ def recommend(
         counts.shape, counts.dtype, name, widths, objective, line, _statistics(counts, covers),
         _with_reasons(ranked, objective), excluded,
     )  # fmt: skip
-
-
-def device_named(device: str | Device) -> Device | None:
-    """The device of this name, or the device itself; None for "cpu". UsageError for an unknown name.
-
-    "sm_89" is the first board of that architecture, or, where none is known, one with the rates of the H200.
-    """
-    if isinstance(device, Device) or device == "cpu":
-        return None if isinstance(device, str) else device
-    found = DEVICES.get(device.upper()) if isinstance(device, str) else None
-    if found is None and isinstance(device, str) and (match := _ARCHITECTURE.fullmatch(device)):
-        found = roofline.of_architecture(int(match[1]))
-    if found is None:
-        known = ", ".join((*DEVICES, "cpu"))
-        of_your_own = (
-            "or a Device of your own, dataclasses.replace(cost.DEVICES['H200'], name=.., memory=..), "
-            "or an architecture like 'sm_89'"
-        )
-        raise UsageError(f"device: expected one of {known}, {of_your_own}, got {device!r:.80}", value=device)
-    return found
 
 
 @dataclass(frozen=True)

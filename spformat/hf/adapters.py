@@ -61,8 +61,8 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
 
 def _require_dense(names: Iterable[str], model: torch.nn.Module) -> None:
     """UsageError if one of the modules that PEFT finds by these names has a sparse weight."""
-    found = [(name, path, m) for path, m in model.named_modules() for name in names if path.endswith(name)]
-    for name, path, module in found:
+    named = [(name, path, m) for path, m in model.named_modules() for name in names if path.endswith(name)]
+    for name, path, module in named:
         if any(isinstance(m, SparseLinear) for m in module.modules()):
             raise UsageError(
                 f"modules_to_save: {name!r} is {path}, which has a sparse weight, and that does not train: name it in "

@@ -51,7 +51,7 @@ from ..preprocess.coordinates import structure_of
 from ..preprocess.structure import Structure
 from ..products import rates
 from ..products.problem import ROW
-from ..products.roofline import H200, Device, known_device
+from ..products.roofline import Device, device_for
 from ..storage.files import Path as AnyPath
 from ..storage.files import read_small
 from .bench import clock
@@ -303,7 +303,7 @@ def device_name(like: Any) -> str:
 def _board(like: Any) -> Device:
     """The rates of this GPU: those of its name, of its architecture, or of the H200."""
     name, sm = device_name(like), int(like.device.compute_capability)
-    return known_device(name, sm) or replace(H200, name=name, sm=sm)
+    return device_for(name, sm, name)
 
 
 def _version() -> str:

@@ -13,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from ..errors import UsageError
 from .problem import Problem, itemsize
 
 TENSOR_16, TF32_THREE, CUDA_32, CUDA_64 = "16-bit", "three TF32 products", "float32", "float64"
@@ -69,6 +71,7 @@ all cores together. Constants of host kernels are fitted to the host at hand, so
 DEVICES = {d.name: d for d in (H200, H100, A100)}
 """SXM boards. Peaks are the vendor's. Memory and cache of the H200 were measured (a copy; rows gathered by all
 processors), those of the others are scaled by bandwidth and clock."""
+_ARCHITECTURE = re.compile(r"sm_([7-9]\d|1\d\d)")
 _OF_ARCHITECTURE = {d.sm: d for d in reversed(DEVICES.values())}
 """The first device of each architecture."""
 
@@ -84,9 +87,32 @@ def known_device(board: str, sm: int | None) -> Device | None:
     return board_named(board) or _OF_ARCHITECTURE.get(sm or 0)
 
 
-def of_architecture(sm: int) -> Device:
-    """The first board of an architecture; where none is known, a device of that architecture with the H200's rates."""
-    return _OF_ARCHITECTURE.get(sm) or replace(H200, name=f"sm_{sm}", sm=sm)
+def device_for(board: str, sm: int, name: str = "") -> Device:
+    """``known_device``; where none is known, a device of the architecture with the rates of the H200.
+
+    name: of such a device; "sm_89", for instance, without it.
+    """
+    return known_device(board, sm) or replace(H200, name=name or f"sm_{sm}", sm=sm)
+
+
+def device_named(device: str | Device) -> Device | None:
+    """The device of this name, or the device itself; None for "cpu". UsageError for an unknown name.
+
+    "sm_89" is the first board of that architecture, or, where none is known, one with the rates of the H200.
+    """
+    if isinstance(device, Device) or device == "cpu":
+        return None if isinstance(device, str) else device
+    named = DEVICES.get(device.upper()) if isinstance(device, str) else None
+    if named is None and isinstance(device, str) and (match := _ARCHITECTURE.fullmatch(device)):
+        named = device_for("", int(match[1]))
+    if named is None:
+        known = ", ".join((*DEVICES, "cpu"))
+        of_your_own = (
+            "or a Device of your own, dataclasses.replace(cost.DEVICES['H200'], name=.., memory=..), "
+            "or an architecture like 'sm_89'"
+        )
+        raise UsageError(f"device: expected one of {known}, {of_your_own}, got {device!r:.80}", value=device)
+    return named
 
 
 def tile_intensity(

@@ -93,9 +93,9 @@ def test_F01_hostile_names_in_a_manifest(model: Path) -> None:
     manifest.write_text(json.dumps(tree | {"files": tree["files"] | {first: entry | {"source": f"../in/{SHARDS[0]}"}}}))
     with unharmed(model.parent):
         answer = command("diff", model, packed, "--provenance", "--json")
-    told = json.loads(answer.err)
-    assert (answer.code, told["path"]) == (77, str(manifest))
-    assert f"got '../in/{SHARDS[0]}'; it should be the name of an input file" in told["message"]
+    error = json.loads(answer.err)
+    assert (answer.code, error["path"]) == (77, str(manifest))
+    assert f"got '../in/{SHARDS[0]}'; it should be the name of an input file" in error["message"]
 
 
 def test_F02_links_out_of_the_folder_need_their_root_named(model: Path) -> None:
