@@ -9,7 +9,7 @@ import pytest
 from hostile import make
 
 from spformat.errors import ArrayError, SpformatError, UsageError
-from spformat.formats import BSR, CSR, TwoFour, by_name, declare
+from spformat.formats import BSR, CSR, TwoFour, array_checks, by_name
 from spformat.formats.declare import ParamDeclaration, parse_shape, parse_table, plain_int
 
 
@@ -150,7 +150,7 @@ def test_fields_are_kept_in_their_own_types() -> None:
 
 def test_arrays_lie_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     f = make(BSR)
-    monkeypatch.setattr(declare, "device_of", lambda a: f"cuda:{a.ndim}")
+    monkeypatch.setattr(array_checks, "device_of", lambda a: f"cuda:{a.ndim}")
     with pytest.raises(ArrayError) as caught:
         f.with_arrays()
     assert str(caught.value) == "bsr: arrays on several devices: indptr cuda:1, indices cuda:1, data cuda:3"

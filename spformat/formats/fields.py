@@ -10,7 +10,8 @@ import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, device_of
-from .declare import Declared, array_problems, value_field_of
+from .array_checks import array_problems
+from .declare import Declared, value_field_of
 
 
 class Derived(dict[Any, Any]):

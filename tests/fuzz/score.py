@@ -60,7 +60,8 @@ TARGETS = {
     "spformat.storage.stfile": r"Reader\..*",
     "spformat.arrays.scans": r".*",
     "spformat.formats.base": r"Format\.(layout_problems|_dtypes_of|__post_init__|validate|ensure_valid|with_arrays)",
-    "spformat.formats.declare": r"ParamDeclaration\..*|plain_int|parse_shape|parse_table|array_problems|_dtypes_of",
+    "spformat.formats.declare": r"ParamDeclaration\..*|plain_int|parse_shape|parse_table",
+    "spformat.formats.array_checks": r"array_problems|_dtypes_of",
 } | {
     f"spformat.formats.{name}": CHECKS
     for name in "dense csr csc coo bsr dbsr bitmask sr_bcrs ell_buckets vector_nm two_four".split()
