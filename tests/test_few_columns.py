@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -84,18 +85,20 @@ def test_they_are_chosen(layout: str) -> None:
         assert sf.explain(blocks, backend="cuda").chosen == bsr.KERNEL.name
 
 
-def test_tiles_of_blocks() -> None:
-    """More warps where there are few strips; names are distinct."""
-    few, many = (layer("bsr", M, 4096, 1, 0.2, "col", blocksize=(32, 32)) for M in (1024, 5120))
-    assert str(bsr.choose(few)) == "16x8, 16 warps, 2 ahead"
-    assert str(bsr.choose(many)) == "16x8, 8 warps, 2 ahead"
-    assert str(bsr.choose(many.changed(n=64))) == "32x64, 4 warps, 1 ahead"
-    assert str(bsr.choose(few.changed(n=64))) == "16x64, 8 warps, 1 ahead"
-    for n in (1, 9, 17, 64):
-        for p in (few, many):
-            t = bsr.choose(p.changed(n=n))
-            assert t.cols >= n
-            assert t.warps * t.rows * t.cols * 4 <= 48 << 10  # sums in static shared memory
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_tiles_of_blocks(dtype: str, layout: str) -> None:
+    """Every tile holds the columns, its sums fit into static shared memory, and names are distinct."""
+    for height, n in itertools.product((16, 32, 48), (1, 9, 17, 33, 64)):
+        p = Problem.product(
+            "bsr", (("blocksize", (height, 32)),), 1024, 4096, n, 1 << 19, *[dtype] * 3, layout, layout, device="cuda", sm=90
+        )  # fmt: skip
+        some = bsr.KERNEL.options(p)
+        assert len({str(t) for t in some}) == len(some) > 1
+        for t in some:
+            assert n <= t.cols <= max(8, n + 7 if layout == "col" else 2 * n)
+            assert height % t.rows == 0
+            assert t.warps * t.rows * t.cols * 4 <= 48 << 10
 
 
 # ------------------------------------------------------------------ exact products
@@ -164,6 +167,9 @@ BLOCKS = [
     (BSR, (32, 32), bsr.Tile(2, 8, 4, 1), 200, 333, 64, ("row", "row"), 0, "bfloat16", "bfloat16"),
     (BSR, (64, 64), bsr.Tile(2, 4, 8, 2), 200, 333, 28, ("row", "col"), 0, "float16", "float32"),
     (DBSR, (16, 16), bsr.Tile(1, 2, 8, 4), 200, 333, 10, ("row", "row"), 0, "bfloat16", "bfloat16"),
+    (BSR, (32, 32), bsr.Tile(1, 3, 16, 1), 200, 336, 19, ("col", "col"), 0, "bfloat16", "bfloat16"),
+    (BSR, (64, 64), bsr.Tile(2, 5, 8, 1), 200, 335, 40, ("col", "row"), 0, "float16", "float16"),
+    (DBSR, (16, 48), bsr.Tile(1, 7, 4, 2), 200, 336, 55, ("col", "col"), 0, "float32", "float32"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -92,12 +93,14 @@ def test_tiles_fit_and_follow_the_shape() -> None:
         assert tile.smem + 16 * tile.stages <= 227 * 1024
         assert tile.span - 1 <= SPARE
     for device, smem in ((H200, 227 * 1024), (A100, 163 * 1024), (replace(A100, processors=128), 99 * 1024)):
-        for M in (1, 1000, 4096, 11008, 14336, 28672, 100000):
-            for n in (8, 16, 32, 64):
-                few = spmm_two_four_tokens.choose(M, n, 4096, device, smem)
+        for M, column_tiles in itertools.product((1, 1000, 4096, 14336, 100000), range(1, 9)):
+            some = spmm_two_four_tokens.tiles(M, 4096, column_tiles, device, smem)
+            assert len({str(t) for t in some}) == len(some) > 1
+            for few in some:
                 assert few.slots >= 2
                 assert few.smem <= smem
                 assert few.blocks * (few.smem + 1024) <= smem + 1024
+                assert few.rows * few.cols * 4 <= few.smem // few.warps  # the sums take the place of the slabs
 
 
 NOT_ON_AN_H200 = pytest.mark.xfail(
@@ -124,19 +127,20 @@ def test_the_tile_that_is_chosen(M: int, n: int, K: int, tile: str) -> None:
     assert kernel.expected_us(p) <= expected <= 1.15 * kernel.expected_us(p)
 
 
-def test_one_round_of_blocks_where_rows_allow() -> None:
-    for M in (4096, 11008, 14336):
-        few = spmm_two_four_tokens.choose(M, 16, 4096, H200, 227 * 1024)
-        assert few.blocks == few.splits == 1
-        assert 100 < -(-M // few.rows) <= 132
+@pytest.mark.parametrize(
+    ("n", "layout", "cols"), [(1, "row", 8), (17, "col", 24), (17, "row", 32), (41, "col", 48), (64, "row", 64)]
+)
+def test_columns_of_a_tile(n: int, layout: str, cols: int) -> None:
+    """The next multiple of 8, or power of two where lines of B are rows."""
+    some = SpmmTwoFourTokens().options(P.changed(n=n, b_layout=layout))
+    assert {t.cols for t in some} == {cols}
 
 
-@pytest.mark.parametrize(("tiles", "K"), [(1, 64), (32, 4096), (112, 4096), (1, 1 << 20), (4000, 4096)])
-def test_splits(tiles: int, K: int) -> None:
-    count = spmm_two_four_tokens.splits(tiles, K, H200)
-    assert count in (1, 2, 3, 4, 7, 8)
-    assert count == 1 or (16 * count <= K // 64 and tiles <= H200.clusters(count))
-    assert spmm_two_four_tokens.splits(tiles, K, A100) in (1, 2, 4, 8)
+def test_no_second_round_for_a_split() -> None:
+    """144 strips of 16 rows run at one time, two blocks on a multiprocessor; 72 of 32 rows in two parts of K took two
+    rounds, and 1.5 times as long."""
+    best = SpmmTwoFourTokens().best(P.changed(M=2304, n=8, K=2048)).tile
+    assert -(-2304 // best.rows) <= H200.clusters(best.splits, best.blocks)
 
 
 # ------------------------------------------------------------------ products, on a GPU
@@ -317,12 +321,13 @@ def test_random_products_and_same_bits(kernel: Any) -> None:
 def test_splits_add_up(parts: int, cluster_sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of adding the splits of K, also when two streams share a plan."""
     cupy = pytest.importorskip("cupy")
-    monkeypatch.setattr(spmm_two_four_tokens, "splits", lambda *_: parts)
     monkeypatch.setattr(token_sums, "CLUSTER_SM", cluster_sm)
     rng = np.random.default_rng(parts)
     a, dense = two_four(200, 1100, BF16, rng, "fragment")
     B = rng.integers(-3, 4, (1100, 100)).astype(BF16)  # more columns than the class promises
-    plan = SpmmTwoFourTokens().plan(a.to("cuda"), problem(200, 1100, 64, out_dtype="float32"))
+    kernel, p = SpmmTwoFourTokens(), problem(200, 1100, 64, out_dtype="float32")
+    with tiles.forced(kernel.name, next(str(t) for t in kernel.options(p) if t.splits == parts)):
+        plan = kernel.plan(a.to("cuda"), p)
     b = to_device(B)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
     cupy.cuda.Device().synchronize()
@@ -334,6 +339,30 @@ def test_splits_add_up(parts: int, cluster_sm: int, monkeypatch: pytest.MonkeyPa
     cupy.cuda.Device().synchronize()
     for got in results:
         assert np.array_equal(got.get(), dense @ B.astype(np.float32))
+
+
+FEW = [
+    # row and column tiles, warps, splits; K, N and layout of B and C
+    (1, 1, 8, 1, 1104, 7, "col"), (2, 3, 8, 1, 1104, 19, "col"), (3, 5, 4, 2, 1100, 40, "col"), (6, 5, 4, 1, 1104, 33, "col"),
+    (1, 6, 8, 4, 1104, 47, "col"), (2, 7, 8, 1, 640, 50, "col"), (4, 8, 4, 8, 1104, 64, "row"), (8, 2, 8, 1, 1100, 15, "row"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_tiles_for_few_columns_are_exact(case: tuple[Any, ...]) -> None:
+    row_tiles, column_tiles, warps, splits, K, N, layout = case
+    rng = np.random.default_rng(K + N)
+    a, dense = two_four(200, K, BF16, rng, "fragment")
+    B = rng.integers(-3, 4, (K, N)).astype(BF16)
+    kernel = SpmmTwoFourTokens()
+    p = problem(200, K, N, out_dtype="float32", b_layout=layout, out_layout=layout)
+    wanted = (row_tiles, column_tiles, warps, splits)
+    (tile,) = (t for t in kernel.options(p) if (t.row_tiles, t.column_tiles, t.warps, t.splits) == wanted)
+    with tiles.forced(kernel.name, str(tile)):
+        plan = kernel.plan(a.to("cuda"), p)
+    assert plan.tile == str(tile)
+    assert np.array_equal(to_host(plan(matrix(B, layout, 0))), dense @ B.astype(np.float32))
 
 
 @pytest.mark.gpu

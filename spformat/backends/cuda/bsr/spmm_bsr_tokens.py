@@ -5,6 +5,8 @@ float32 multiplies as in spmm_bsr: three TF32 products per element, which keep a
 
 from __future__ import annotations
 
+import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +14,7 @@ from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import cache_us, memory_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
-from ....products.roofline import Device, device_of
+from ....products.roofline import Device
 from ..runtime import jit, refusals
 from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
@@ -50,21 +52,30 @@ class Tile:
         return f"{self.rows}x{self.cols}, {self.warps} warps, {self.ahead} ahead"
 
 
-def choose(p: Problem) -> Tile:
-    """The tile that suits a problem."""
-    height, column_tiles = p.p["blocksize"][0], power_of_two(min(max(p.n, 8), MAX_COLS)) // 8
-    if itemsize(p.a_dtype) == 2:
-        return half(height, column_tiles)
-    few = ceil_div(p.M, UNIT) <= device_of(p).processors
-    if column_tiles == 8:  # measured: docs/decisions/0043-few-columns-of-float32.md
-        return Tile(1, 8, 8, 1) if few or height % 32 else Tile(2, 8, 4, 1)
-    return Tile(1, column_tiles, 16 if few and column_tiles < 4 else 8, 2)
+WARPS = (16, 8, 4)
+SUMS = 48 * 1024
+"""Bytes of shared memory for the sums of all warps."""
 
 
-def half(height: int, column_tiles: int) -> Tile:
-    """The tile for 16-bit values: 32 rows where so many columns make B the larger operand."""
-    row_tiles = 2 if column_tiles >= 4 and height % 32 == 0 else 1
-    return Tile(row_tiles, column_tiles, 4 if column_tiles == 8 else 8, {1: 4, 2: 4, 4: 2}.get(column_tiles, 1))
+def registers(p: Problem, tile: Tile) -> int:
+    """About how many a thread needs: sums, what it loads together, addresses."""
+    size = itemsize(p.a_dtype)
+    loaded = tile.ahead * tile.row_tiles * 2 * at_once(p) * size // 4
+    return tile.row_tiles * tile.column_tiles * 2 * size + loaded + 40
+
+
+@functools.lru_cache(maxsize=256)
+def tiles_for(p: Problem) -> tuple[Tile, ...]:
+    """As wide as the columns need, to the next multiple of 8; lanes that load along a row take a power of two."""
+    n = min(max(p.n, 8), MAX_COLS)
+    column_tiles = ceil_div(n, 8) if p.b_layout == COL or p.n == 1 else power_of_two(n) // 8
+    ahead = (1,) if itemsize(p.a_dtype) == 2 else (2, 1)
+    row_tiles = (1, 2) if p.p["blocksize"][0] % 32 == 0 else (1,)
+    some = (Tile(r, column_tiles, w, u) for w, r, u in itertools.product(WARPS, row_tiles, ahead))
+    return tuple(
+        t for t in some
+        if t.warps * t.rows * t.cols * 4 <= SUMS and registers(p, t) <= min(255, 65536 // (32 * t.warps))
+    )  # fmt: skip
 
 
 class SpmmBSRTokens(CudaKernel):
@@ -77,7 +88,7 @@ class SpmmBSRTokens(CudaKernel):
     takes = spmm_of("bsr", "dbsr")
     archs = ("sm_80",)
     product_error = 2.0**-21  # float32, as in spmm_bsr
-    terms = ("launch", "memory of A", "memory of B and C", "B by every strip", "single loads", "rounds")
+    terms = ("launch", "memory of A", "memory of B and C", "B by every strip", "single loads", "steps", "products")
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]
@@ -86,32 +97,33 @@ class SpmmBSRTokens(CudaKernel):
             (p.n > MAX_COLS, f"takes at most {MAX_COLS} columns, got up to {p.n}"),
         )
 
-    def options(self, p: Problem) -> tuple[Tile]:
-        """The one tile that suits the shape."""
-        return (choose(p),)
+    def options(self, p: Problem) -> tuple[Tile, ...]:
+        return tiles_for(p)
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By value type and how lanes load B."""
         kind = LOADS[expected_way(p, at_once(p), tile.column_tiles)]
-        names = f"{kind}, {tile.cols} columns", kind
-        return names if itemsize(p.a_dtype) == 2 else tuple(f"{p.a_dtype}, {name}" for name in (*names, "all"))
+        return (kind,) if itemsize(p.a_dtype) == 2 else (f"{p.a_dtype}, {kind}", f"{p.a_dtype}, all")
 
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
         B by every strip: from L2, for each strip of rows of each block. single loads: of one element each, at the rate
-        of a load of 32. rounds: of blocks of threads, eight of which a multiprocessor runs at once, with the average
-        number of steps of a warp, 0.3 us each.
+        of a load of 32. steps: that a warp takes one after the other, 0.1 us each, in all rounds of blocks of threads;
+        products: their fragments of C, 10 ns each.
         """
         (height, width), size = p.p["blocksize"], itemsize(p.a_dtype)
         strips, blocks = ceil_div(p.M, tile.rows), p.nnz / (height * width)
-        shared = blocks * (height / tile.rows) * width * tile.cols
+        shared = blocks * (height / tile.rows) * width * min(p.n, tile.cols)
         single = cache_us(shared * 32, device) if expected_way(p, at_once(p), tile.column_tiles) == SINGLE else 0.0
-        steps = blocks / ceil_div(p.M, height) * width / (4 * at_once(p))
-        turns = rounds(strips, device.processors * 8) * ceil_div(round(steps), tile.warps * tile.ahead)
+        of_row = round(blocks / ceil_div(p.M, height) * width / (4 * at_once(p)))
+        resident = max(1, min(32 // tile.warps, 65536 // (32 * tile.warps * registers(p, tile))))
+        steps = rounds(strips, device.processors * resident) * ceil_div(of_row, tile.warps)
         others = memory_us(p.K * p.n * size + p.M * p.n * itemsize(p.out_dtype), device)
-        lines = cache_us(shared * size, device)
-        return 1.0, memory_us(stored_bytes(p), device), others, lines, single, 0.3 * turns
+        return (
+            1.0, memory_us(stored_bytes(p), device), others, cache_us(shared * size, device), single, 0.1 * steps,
+            0.01 * steps * tile.row_tiles * tile.column_tiles,
+        )  # fmt: skip
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that together reach every branch, for the compile test."""
@@ -120,17 +132,17 @@ class SpmmBSRTokens(CudaKernel):
         r = sample_problem("dbsr", (32, 32), "bfloat16", "bfloat16", COL, ROW).changed(n=17)
         f = sample_problem("bsr", (32, 32), "float32", "float32", COL, COL).changed(n=1)
         return (
-            instance(p, choose(p), "int, int, int", ALONG_K),
-            instance(q, choose(q), "long long, int, int", SINGLE),
-            instance(q, choose(q), "int, int, int", ALONG_N),
-            instance(r, choose(r), "int, long long, long long", ALONG_K),
-            instance(f, choose(f), "int, int, int", ALONG_K),
-            instance(f, choose(f.changed(n=9)), "int, int, int", SINGLE),
-            instance(f, choose(f.changed(n=64)), "int, int, int", ALONG_N),
+            instance(p, Tile(1, 1, 16, 1), "int, int, int", ALONG_K),
+            instance(q, Tile(1, 8, 4, 1), "long long, int, int", SINGLE),
+            instance(q, Tile(1, 8, 4, 1), "int, int, int", ALONG_N),
+            instance(r, Tile(2, 3, 8, 1), "int, long long, long long", ALONG_K),
+            instance(f, Tile(1, 1, 16, 2), "int, int, int", ALONG_K),
+            instance(f, Tile(1, 2, 8, 2), "int, int, int", SINGLE),
+            instance(f, Tile(2, 8, 4, 1), "int, int, int", ALONG_N),
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        return self.prepared_with(a, p, choose(p))
+        return self.prepared_with(a, p, self.best(p).tile)
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""

@@ -33,7 +33,7 @@ template <class T, class Out, int MT, int NT, int Warps, int Slots, int Blocks, 
 __global__ void CLUSTER_OF(Cluster ? Splits : 1) __launch_bounds__(Warps * 32, Blocks)
 spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __restrict__ b, Out* c, int N,
                      i64 ldb, i64 ldc, float* partials, u32* counters, const Out* __restrict__ bias, float alpha, float beta) {
-    static_assert(NT == 1 || NT == 2 || NT == 4 || NT == 8, "columns come in 8, 16, 32 or 64");
+    static_assert(BCol ? NT >= 1 && NT <= 8 : NT == 1 || NT == 2 || NT == 4 || NT == 8, "a line of a row-major slab is a power of two");
     constexpr int ROWS = 16 * MT, COLS = NT * 8, SUMS = ROWS * COLS;
     constexpr int WEIGHTS = MT * RECORD, SLOT = WEIGHTS + DEPTH * COLS * 2;  // bytes
     static_assert(SUMS * 4 <= Slots * SLOT, "the sums reuse the ring");
@@ -59,7 +59,8 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
 
     // B: this lane's first chunk of a slab, at row (BCol: column) `across` and offset `along` there; the next ones follow LINES
     // rows (columns) apart.
-    constexpr int PER_LINE = BCol ? DEPTH / 8 : NT, LINES = 32 / PER_LINE;
+    constexpr int LINE = BCol ? DEPTH * 2 : NT * 16;  // bytes
+    constexpr int PER_LINE = LINE / 16, LINES = 32 / PER_LINE;
     const int across = lane / PER_LINE, chunk = lane % PER_LINE, along = chunk * 8;
     const T* from_b = b + (BCol ? i64(across) * ldb + begin * DEPTH + along : i64(begin * DEPTH + across) * ldb + along);
 
@@ -76,13 +77,13 @@ spmm_two_four_tokens(const char* __restrict__ weights, int M, int K, const T* __
             const int line = across + i * LINES, k = k0 + (BCol ? along : line), n = BCol ? line : along;
             const int left = (k < K && n < N) ? min(BCol ? K - k : N - n, 8) : 0;
             const T* chunk_from = left ? slab_b + i64(i) * LINES * ldb : b;
-            const u32 chunk_to = to + WEIGHTS + (BCol ? swizzled<128>(line, chunk) : swizzled<NT * 16>(line, chunk));
+            const u32 chunk_to = to + WEIGHTS + swizzled<LINE>(line, chunk);
             if (b_vector) cp_async_16(chunk_to, chunk_from, left * 2);
             else copy_singly_16(chunk_to, chunk_from, left);
         }
     };
 
-    const u32 b_lane = BCol ? swizzled<128>(lane % 8, lane / 8) : swizzled<NT * 16>(lane, 0);
+    const u32 b_lane = BCol ? swizzled<LINE>(lane % 8, lane / 8) : swizzled<LINE>(lane, 0);
 
     float acc[MT][NT][4];
 #pragma unroll

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
 from ....arrays.library import ceil_div, power_of_two
-from ....products.ideal import b_alignment, cache_us, memory_us, rounds, tile_us
+from ....products.ideal import b_alignment, load_us, memory_us, rounds
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem, itemsize
-from ....products.roofline import TENSOR_16, Device, device_of, shared_limit
+from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit, token_sums
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
@@ -18,6 +19,11 @@ from .spmm_two_four import DEPTH, RECORD, c_type, mma_reasons
 from .two_four_records import WORDS, TwoFourRecords
 
 MAX_COLS = 64
+ROW_TILES, WARPS, SPLITS = (1, 2, 3, 4, 6, 8), (8, 4), (1, 2, 4, 8)
+"""What a tile may have."""
+MOST_SLOTS = 8
+REGISTERS = 60
+"""Of a thread, beside its sums: about as many as a step along K needs."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,11 @@ class Tile:
         return self.warps * self.slots * slot_bytes(self.row_tiles, self.column_tiles)
 
     def __str__(self) -> str:
-        return f"{self.rows}x{self.cols}x{DEPTH} split {self.splits}"
+        return (
+            f"{self.rows}x{self.cols}x{DEPTH}, {self.warps} warps"
+            + (f", {self.blocks} blocks" if self.blocks > 1 else "")
+            + (f", split {self.splits}" if self.splits > 1 else "")
+        )
 
 
 def slot_bytes(row_tiles: int, column_tiles: int) -> int:
@@ -55,33 +65,25 @@ def slot_bytes(row_tiles: int, column_tiles: int) -> int:
     return row_tiles * WORDS * 4 + column_tiles * 8 * DEPTH * 2
 
 
-def splits(tiles: int, K: int, device: Device) -> int:
-    """Ranges that K is cut into: a power of two that gives most multiprocessors a block; at least 16 slabs in a range.
+@functools.lru_cache(maxsize=256)
+def tiles(M: int, K: int, column_tiles: int, device: Device, smem: int) -> tuple[Tile, ...]:
+    """All tiles for a shape. ``smem``: bytes of shared memory that a block may have.
 
-    One less where so many clusters would not fit at the same time.
+    A block keeps as many weights under way as fit. Where there are more blocks than multiprocessors, two run on each.
     """
-    slabs, count = ceil_div(K, DEPTH), 1
-    while count < 8 and tiles * count * 4 < device.processors * 3 and slabs >= 32 * count:
-        count *= 2
-    return count - (count > 2 and bool(device.most_clusters) and tiles > device.clusters(count))
-
-
-def choose(M: int, n: int, K: int, device: Device, smem: int) -> Tile:
-    """Rows such that one round of blocks covers C, or, where that takes too many, two blocks a multiprocessor.
-
-    ``smem``: bytes a block may have. The weights decide the time; a block keeps as many of them under way as fit.
-    """
-    column_tiles = power_of_two(min(max(n, 8), MAX_COLS)) // 8
-    tiles, most = max(1, ceil_div(M, 16)), 8 if column_tiles < 8 else 4
-    rounds = ceil_div(tiles, device.processors * most)
-    row_tiles = ceil_div(tiles, device.processors * rounds)
-    blocks = min(rounds, 2)
-    warps = 8 if row_tiles <= 3 else 4
-    room = token_sums.room(smem, blocks)
-    slots = min(room // (warps * slot_bytes(row_tiles, column_tiles)), 8)
-    if slots < 2:
-        return Tile(row_tiles, column_tiles, warps // 2, 2, 1, splits(ceil_div(tiles, row_tiles), K, device))
-    return Tile(row_tiles, column_tiles, warps, slots, blocks, splits(ceil_div(tiles, row_tiles), K, device))
+    found, slabs = [], ceil_div(K, DEPTH)
+    for row_tiles, warps, splits in itertools.product(ROW_TILES, WARPS, SPLITS):
+        if splits > 1 and slabs < 2 * splits:
+            continue
+        blocks = 2 if ceil_div(M, 16 * row_tiles) * splits > device.processors else 1
+        sums = row_tiles * column_tiles * 4
+        if sums + REGISTERS > min(255, 65536 // (32 * warps * blocks)):
+            continue
+        slot = slot_bytes(row_tiles, column_tiles)
+        slots = min(token_sums.room(smem, blocks) // (warps * slot), MOST_SLOTS)
+        if slots >= 2 and slots * slot >= sums * 128:
+            found.append(Tile(row_tiles, column_tiles, warps, slots, blocks, splits))
+    return tuple(found)
 
 
 class SpmmTwoFourTokens(CudaKernel):
@@ -94,14 +96,19 @@ class SpmmTwoFourTokens(CudaKernel):
     name = "cuda.spmm_two_four_tokens"
     epilogue = True
     takes = spmm_of("two-four")
-    terms = ("launch", "memory of A", "memory of B and C", "B by every block", "products", "steps", "splits")
+    terms = (
+        "launch", "memory of A", "memory of B and C", "loads", "steps", "copies", "first copies", "sums", "clusters",
+        "splits",
+    )  # fmt: skip
 
     def unsupported(self, p: Problem) -> list[str]:
         return mma_reasons(p, 80) + [f"takes at most {MAX_COLS} columns, got up to {p.n}"] * (p.n > MAX_COLS)
 
-    def options(self, p: Problem) -> tuple[Tile]:
-        """The one tile that suits the shape."""
-        return (choose(p.M, p.n, p.K, device_of(p), shared_limit(p.sm)),)
+    def options(self, p: Problem) -> tuple[Tile, ...]:
+        """As wide as the columns need, to the next multiple of 8; lines of a row-major slab are a power of two."""
+        n = min(max(p.n, 8), MAX_COLS)
+        column_tiles = ceil_div(n, 8) if p.b_layout == COL or p.n == 1 else power_of_two(n) // 8
+        return tiles(p.M, p.K, column_tiles, device_of(p), shared_limit(p.sm))
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By layout of B: a column-major B is read along K, and so is a vector in either layout."""
@@ -112,18 +119,24 @@ class SpmmTwoFourTokens(CudaKernel):
     def quantities(self, p: Problem, tile: Tile, device: Device) -> tuple[float, ...]:
         """Ideal microseconds of each of ``terms``.
 
-        One launch for every ``tile.cols`` columns. memory of A: read by every launch. B by every block: B from L2 once
-        for each tile of rows. products: on the tensor cores. steps: a block's steps along K, 10 ns each. splits: parts
-        of K that are added up.
+        One launch for every ``tile.cols`` columns. memory of A: read by every launch. loads: A and B of the blocks of a
+        multiprocessor, from L2. steps: slabs that a warp takes one after the other, 10 ns each. copies: instructions
+        for them, 1 ns each; first copies: before it waits for the first one. sums: of all warps of a multiprocessor.
         """
         launches, blocks = ceil_div(p.n, tile.cols), ceil_div(p.M, tile.rows)
         weights = launches * memory_us(p.M * p.K * RECORD, device)
         others = memory_us(p.K * p.n * 2 + p.M * p.n * itemsize(p.out_dtype), device)
-        shared = cache_us(launches * blocks * p.K * tile.cols * 2, device)
         turns = launches * rounds(blocks, device.clusters(tile.splits, tile.blocks))
-        steps = turns * ceil_div(ceil_div(p.K, DEPTH), tile.splits * tile.warps) * 0.01
-        products = turns * tile_us(tile.rows, tile.cols, p.K / tile.splits, TENSOR_16, device)
-        return float(launches), weights, others, shared, products, steps, launches * (tile.splits - 1) * 0.5
+        slabs = ceil_div(ceil_div(p.K, DEPTH), tile.splits)
+        steps = ceil_div(slabs, tile.warps)
+        of_slab = tile.row_tiles * WORDS * 4 + min(p.n, tile.cols) * DEPTH * 2
+        copies = ceil_div(tile.row_tiles * WORDS * 4, 512) + 2 * tile.column_tiles
+        return (
+            float(launches), weights, others, turns * load_us(tile.blocks * slabs * of_slab, device),
+            turns * steps * 0.01, turns * steps * copies * 1e-3, turns * min(steps, tile.slots) * copies * 1e-3,
+            turns * tile.blocks * tile.rows * tile.cols * tile.warps * 1e-5, launches * float(tile.splits > 1),
+            launches * (tile.splits - 1.0),
+        )  # fmt: skip
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
