@@ -229,7 +229,7 @@ HERE = "bsr/spmm_bsr_tokens.cu", "bitmask/spmm_bitmask_tokens.cu", "bitmask/spmm
     ("which", "old", "new", "layout", "gap"),
     [
         ("bsr", "acc.multiply(x[u], b[j], j)", "acc.multiply(x[u], b[0], j)", "row", 0),
-        ("bsr", "column_of<Way, NT>(2 * t + i % 2, j)", "8 * j + 2 * t + i % 2", "row", 0),
+        ("bsr", "column_of<Way, NT>(of % 4 * 2 + i % 2, fragment % NT)", "fragment % NT * 8 + of % 4 * 2 + i % 2", "row", 0),
         ("bsr", "mma_m16n8k8_tf32(high[m][j], a, b_high[0], b_high[1])", "", "col", 3),
         ("tokens", "mask[r] & bit0 ? two[r] : one[r]", "two[r]", "row", 0),
         ("tokens", "row.y + __popc(row.x & below)", "row.y", "col", 0),

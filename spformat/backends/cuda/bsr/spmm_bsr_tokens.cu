@@ -73,7 +73,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     constexpr int PER_BLOCK = C / STEP;  // steps
     constexpr int WORDS = E * sizeof(T) / 4;
     static_assert(R % ROWS == 0 && C % STEP == 0, "blocks are whole strips and whole steps");
-    __shared__ float sums[WARPS][ROWS * COLS];
+    constexpr int FOURS = MT * NT * 32;
+    __shared__ float4 sums[WARPS][FOURS];
     const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, g = lane / 4, t = lane % 4;
 
     const i64 entry = blockIdx.x / STRIPS;
@@ -126,22 +127,29 @@ __global__ void __launch_bounds__(32 * WARPS)
                 }
             }
         }
+        // Sums of the warps, as they lie in registers: no two lanes meet in a bank.
 #pragma unroll
         for (int m = 0; m < MT; ++m)
 #pragma unroll
             for (int j = 0; j < NT; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int row = 16 * m + g + 8 * (i / 2), n = column_of<Way, NT>(2 * t + i % 2, j);
-                    sums[warp][CCol ? n * ROWS + row : row * COLS + n] = acc.sum(m, j, i);
-                }
+                sums[warp][(m * NT + j) * 32 + lane] =
+                        make_float4(acc.sum(m, j, 0), acc.sum(m, j, 1), acc.sum(m, j, 2), acc.sum(m, j, 3));
         __syncthreads();
-        for (int i = tid; i < ROWS * COLS; i += 32 * WARPS) {
-            float sum = sums[0][i];
+        for (int at = tid; at < FOURS; at += 32 * WARPS) {
+            float4 sum = sums[0][at];
 #pragma unroll
-            for (int w = 1; w < WARPS; ++w) sum += sums[w][i];
-            const i64 row = block_row * R + row0 + (CCol ? i % ROWS : i / COLS), n = n0 + (CCol ? i / ROWS : i % COLS);
-            if (row < M && n < N) out[CCol ? row + n * ldc : row * ldc + n] = from_float<Out>(sum);
+            for (int w = 1; w < WARPS; ++w) {
+                const float4 x = sums[w][at];
+                sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w;
+            }
+            const float four[4] = {sum.x, sum.y, sum.z, sum.w};
+            const int fragment = at / 32, of = at % 32;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const i64 row = block_row * R + row0 + fragment / NT * 16 + of / 4 + 8 * (i / 2);
+                const i64 n = n0 + column_of<Way, NT>(of % 4 * 2 + i % 2, fragment % NT);
+                if (row < M && n < N) out[CCol ? row + n * ldc : row * ldc + n] = from_float<Out>(four[i]);
+            }
         }
         __syncthreads();  // the next column tile reuses the sums
     }

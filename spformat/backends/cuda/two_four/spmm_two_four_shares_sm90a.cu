@@ -106,47 +106,57 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     const int slabs = cdiv(K, DEPTH), tiles_n = cdiv(N, TN), units_m = cdiv(cdiv(M, ROWS), Cluster);
     const int rank = Cluster > 1 ? int(cluster::rank()) : 0, clusters = gridDim.x / Cluster;
 
+    const int part = Parts > 1 ? int(cluster::rank()) : 0;
     if (threadIdx.x == 0) {
         for (int s = 0; s < Stages; ++s) {
             barrier::init(full + 8 * s, 1);
             barrier::init(empty + 8 * s, 2 * Cluster);
         }
-        if constexpr (Parts > 1) barrier::init(handed, 1);
+        if constexpr (Parts > 1) {
+            barrier::init(handed, 1);
+            barrier::expect(handed, (TN / 16 + Parts - 1 - part) / Parts * ((Parts - 1) * STRIP));
+        }
         barrier::fence_init();
         tma::prefetch(b_map);
     }
-    wait_for_launch_before();
-    let_next_launch_begin();
-    if constexpr (Cluster > 1) cluster::sync();  // both blocks have their barriers
-    else __syncthreads();
     const int place_in_grid = blockIdx.x / Cluster, number = even ? clusters - 1 - place_in_grid : place_in_grid;
     EvenShares work(units_m * tiles_n, slabs, clusters, number, even != 0);
     Piece piece;
-    const int part = Parts > 1 ? int(cluster::rank()) : 0;
-    if constexpr (Parts > 1)
-        if (threadIdx.x == 0) barrier::expect(handed, (TN / 16 + Parts - 1 - part) / Parts * ((Parts - 1) * STRIP));
     bool taken = false;
     auto next = [&] {
         if constexpr (Parts == 1) return work.next(piece);
         piece = {int(blockIdx.x) / Parts, slabs * part / Parts, slabs * (part + 1) / Parts};
         return !taken && (taken = true);
     };
-
     // Tile of the cluster -> first row of this block's, and first column.
     auto place = [&](int tile, int& row0, int& col0) {
-        const int group = tile / (GROUP * tiles_n), top = group * GROUP, at = tile - top * tiles_n;
-        const int height = min(GROUP, units_m - top);
-        row0 = ((top + at % height) * Cluster + rank) * ROWS;
-        col0 = at / height * TN;
+        const int group = units_m > GROUP ? tile / (GROUP * tiles_n) : 0, top = group * GROUP, at = tile - top * tiles_n;
+        const int height = min(GROUP, units_m - top), column = at / height;
+        row0 = ((top + at - column * height) * Cluster + rank) * ROWS;
+        col0 = column * TN;
     };
+    const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
+    // This warp's first record of a piece; rows at or beyond Mp repeat the last tile, they are never written.
+    auto first_record = [&](int row0) {
+        return weights + (i64(min((row0 + warp_row) / 16, tiles_m16 - 1)) * slabs + piece.begin) * RECORD;
+    };
+    int row0 = 0, col0 = 0;
+    bool more = next();
+    if (more) place(piece.tile, row0, col0);
+    if (warpgroup > 0 && lane == 0 && more) bring_to_l2(first_record(row0), min(Span, piece.end - piece.begin) * (RECORD * 4));
+    wait_for_launch_before();
+    let_next_launch_begin();
+    // Copies start at once, or when both blocks have their barriers; warps that multiply load weights meanwhile.
+    constexpr int READY = 15;  // named barrier
+    if constexpr (Cluster > 1) cluster::arrive();
 
     if (warpgroup == 0) {
         give_registers<40>();  // together as many as at the start, 168 each
+        if constexpr (Cluster > 1) cluster::wait();
+        else named_arrive(READY, WORKERS + 128);
         if (warp == 0 && lane == 0) {
             int stage = 0, phase = 0;
-            while (next()) {
-                int row0, col0;
-                place(piece.tile, row0, col0);
+            while (more) {
                 for (int slab = piece.begin; slab < piece.end; ++slab) {
                     barrier::wait(empty + 8 * stage, phase ^ 1);
                     barrier::expect(full + 8 * stage, SLAB);
@@ -161,13 +171,14 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                     }
                     if (++stage == Stages) stage = 0, phase ^= 1;
                 }
+                more = next();
+                if (more) place(piece.tile, row0, col0);
             }
         }
         __syncwarp();
         if constexpr (Parts > 1) cluster::arrive(), cluster::wait();  // as those who multiply do
     } else {
         take_registers<232>();
-        const int warp_row = (warpgroup - 1) * 64 + warp % 4 * 16, tiles_m16 = cdiv(M, 32) * 2;
         const u32 slots = ring + RING + (warpgroup - 1) * (SLOTS * STORE_SLOT);
         char* const scratch = shared + (slots - shared_address(shared)) + warp % 4 * SCRATCH;
         u32 stored = 0;  // panels of C
@@ -186,11 +197,13 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
             }
             from += Span * RECORD;
         };
-        int row0, col0;
-        auto start = [&] {  // rows at or beyond Mp repeat the last tile; they are never written
-            place(piece.tile, row0, col0);
-            from = weights + (i64(min((row0 + warp_row) / 16, tiles_m16 - 1)) * slabs + piece.begin) * RECORD;
+        auto start = [&] {
+            from = first_record(row0);
             fetch(0);
+        };
+        auto start_next = [&] {
+            place(piece.tile, row0, col0);
+            start();
         };
         auto release = [&](int stage) {
             if constexpr (Cluster > 1) {  // a copy to this stage comes from either block
@@ -201,8 +214,9 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         };
 
         int stage = 0, phase = 0;
-        bool more = next();
         if (more) start();
+        if constexpr (Cluster > 1) cluster::wait();
+        else named_barrier(READY, WORKERS + 128);
         while (more) {
             const int row = row0 + warp_row, col = col0, begin = piece.begin, end = piece.end, count = end - begin;
             float acc[TN / 2];
@@ -238,13 +252,13 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                 break;
             }
             more = next();
-            if (AHEAD && more) start();  // the next piece's first registers travel while this one is stored
+            if (AHEAD && more) start_next();  // the next piece's first registers travel while this one is stored
 
             float4* const mine = sums + threadIdx.x - 128;  // where this thread's sums of block 0 are
             if (begin > 0) {
                 const int own = work.share * Cluster + rank;
                 hand_over<WORKERS>(acc, mine + i64(own) * (TN / 8 * WORKERS), flags + 2 * own + warpgroup - 1, warpgroup);
-                if (!AHEAD && more) start();
+                if (!AHEAD && more) start_next();
                 continue;
             }
             if (end < slabs) {
@@ -264,12 +278,12 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                         store_panels<Out, CCol, TN - COPIED>(acc + COPIED / 2, scratch, c, ldc, row, col + COPIED, M, N, c_vector, affine);
                         named_barrier(warpgroup, 128);
                     }
-                    if (!AHEAD && more) start();
+                    if (!AHEAD && more) start_next();
                     continue;
                 }
             }
             store_panels<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, affine);
-            if (!AHEAD && more) start();
+            if (!AHEAD && more) start_next();
         }
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();
         __syncwarp();

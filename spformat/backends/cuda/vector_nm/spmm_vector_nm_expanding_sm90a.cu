@@ -71,14 +71,18 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
     const int first = min(part * s.k_per_part, s.k_tiles), last = min(first + s.k_per_part, s.k_tiles);
     const int group0 = m0 / s.length;  // of the tile's first row
 
-    if (threadIdx.x == 0) {
-        *reinterpret_cast<uint4*>(shared + (zero - base)) = uint4{};
+    if (threadIdx.x == 0) *reinterpret_cast<uint4*>(shared + (zero - base)) = uint4{};
+    if (warp == 4 * WG && lane == 0) {
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 1), barrier::init(empty + 8 * i, 128 * WG);
         barrier::fence_init();
     }
     wait_for_launch_before();
     let_next_launch_begin();
-    __syncthreads();
+    // The warp that loads goes on at once, the others when the barriers are there. A high number would leave fewer blocks room: a
+    // multiprocessor has so many named barriers in all.
+    constexpr int READY = 2;
+    if (warp >= 4 * WG) named_arrive(READY, threads<WG, BN>);
+    else named_barrier(READY, threads<WG, BN>);
 
     hand_registers_over<WG, BN>();
     if (warp >= 4 * WG) {

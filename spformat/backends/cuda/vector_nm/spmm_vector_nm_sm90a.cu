@@ -32,6 +32,7 @@ struct Gathered {  // ctypes counterpart: spmm_vector_nm_sm90a.Gathered
 };
 
 constexpr int DEPTH = 64, ROWS = 128, WORKERS = 256;  // k and rows of a stage; threads that multiply
+constexpr int READY = 15;  // named barrier: the others are there
 
 template <class T, class Out, int BN, int STAGES, int LOADERS>
 __global__ void __launch_bounds__(256 + 32 * LOADERS, 1)
@@ -55,13 +56,12 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         for (int i = 0; i < STAGES; ++i) barrier::init(full + 8 * i, 32 * LOADERS + 1), barrier::init(empty + 8 * i, 8);
         barrier::fence_init();
     }
-    wait_for_launch_before();
-    let_next_launch_begin();
-    __syncthreads();
     const TileOrder order{s.row_tiles, cdiv(N, BN), together};
     EvenShares work(s.row_tiles * order.columns, s.k_tiles, gridDim.x, even ? gridDim.x - 1 - blockIdx.x : blockIdx.x, even != 0);
     Piece piece;
     bool more = work.next(piece);
+    wait_for_launch_before();
+    let_next_launch_begin();
     auto release = [&](u32 count) {  // a consumer warp is done with that stage
         if (lane == 0) barrier::arrive(empty + 8 * (count % STAGES));
     };
@@ -79,6 +79,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         Place place = more ? order.place(piece.tile) : Place{};
         const int* list = more ? list_of(place.row, piece.begin) : columns;
         int next = more && s.k_tiles > 0 ? __ldg(list) : 0;
+        named_barrier(READY, 256 + 32 * LOADERS);
         while (more) {
             const int row_tile = place.row, first = piece.begin, last = piece.end;
             constexpr int CHUNKS = BN / 8, ROW_STEP = 32 / CHUNKS;  // ROW_STEP rows of B per instruction of a warp
@@ -135,6 +136,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         cp_async_wait<0>();
     } else {
         take_registers<208>();
+        named_barrier(READY, 256 + 32 * LOADERS);
         const int group = warp / 4;
         Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
         u32 consumed = 0, stored = 0;

@@ -27,10 +27,11 @@ public:
     // even: whether the last rounds are shared out; else blocks take whole tiles only
     __device__ __forceinline__ EvenShares(int tiles, int steps, int blocks, int share, bool even)
         : steps(steps), share(share), tiles_(tiles), blocks_(blocks) {
-        rounds_ = cdiv(tiles, blocks);
-        if (even && tiles % blocks) rounds_ = max(0, tiles / blocks - 1);
-        const int left = max(0, tiles - rounds_ * blocks) * steps;
-        least_ = left / blocks, longer_ = left % blocks;
+        const int whole = tiles > blocks ? tiles / blocks : tiles == blocks, rest = tiles - whole * blocks;  // divisions take long
+        rounds_ = even && rest ? max(0, whole - 1) : whole + (rest > 0);
+        if (!even || rest == 0) return;
+        const int left = (tiles - rounds_ * blocks) * steps;
+        least_ = left / blocks, longer_ = left - least_ * blocks;
         at_ = start(share), stop_ = start(share + 1);
     }
     // The first step of a share, counted from the first tile that is shared out.
@@ -57,7 +58,7 @@ public:
     }
 
 private:
-    int tiles_, blocks_, rounds_, least_, longer_, at_, stop_, round_ = 0;
+    int tiles_, blocks_, rounds_, least_ = 0, longer_ = 0, at_ = 0, stop_ = 0, round_ = 0;
 };
 
 // 128 threads of a warpgroup hand over Count sums each, as pieces of 16 bytes, Threads apart; `id`: their named barrier.

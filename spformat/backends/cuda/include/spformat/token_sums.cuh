@@ -25,35 +25,34 @@ template <class Out> struct Result {
     float alpha, beta;
 };
 
+__device__ __forceinline__ void add(float4& sum, float4 x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
 // A block's sums to C, through `shared`, which nobody reads any more. All threads call it.
 //   acc       of this warp: fragments of mma m16n8, MT below each other, NT beside each other
 //   partials  f32[tiles, Splits, rows * columns], counters  u32[tiles], zero: only without Cluster and with Splits > 1
 //   Epilogue  false: alpha = 1, beta = 0, no bias
+// Sums wait as they lie in registers, four of a lane in 16 bytes: no two lanes meet in a bank.
 template <class Out, int MT, int NT, int Warps, int Splits, bool Cluster, bool CCol, bool Epilogue>
 __device__ __forceinline__ void add_up(const float (&acc)[MT][NT][4], char* shared, const Result<Out>& result, float* partials,
                                        u32* counters) {
-    constexpr int THREADS = Warps * 32, ROWS = 16 * MT, COLS = NT * 8, SUMS = ROWS * COLS;
-    const int tid = threadIdx.x, warp = tid / 32, g = tid % 32 / 4, t = tid % 4, split = blockIdx.y, row0 = blockIdx.x * ROWS;
-    // A warp's sums, in the order of C: [ROWS][COLS], or [COLS][ROWS] for CCol.
-    float* sums = reinterpret_cast<float*>(shared);
+    constexpr int THREADS = Warps * 32, ROWS = 16 * MT, FOURS = MT * NT * 32;  // fours of a warp
+    const int tid = threadIdx.x, warp = tid / 32, lane = tid % 32, split = blockIdx.y, row0 = blockIdx.x * ROWS;
+    float4* const sums = reinterpret_cast<float4*>(shared);
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
-        for (int n = 0; n < NT; ++n)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const int row = m * 16 + g + 8 * (r / 2), col = n * 8 + 2 * t + r % 2;
-                sums[warp * SUMS + (CCol ? col * ROWS + row : row * COLS + col)] = acc[m][n][r];
-            }
+        for (int n = 0; n < NT; ++n) {
+            const float* const x = acc[m][n];
+            sums[warp * FOURS + (m * NT + n) * 32 + lane] = make_float4(x[0], x[1], x[2], x[3]);
+        }
     __syncthreads();
     auto block_sum = [&](int at) {
-        float sum = sums[at];
+        float4 sum = sums[at];
 #pragma unroll
-        for (int w = 1; w < Warps; ++w) sum += sums[w * SUMS + at];
+        for (int w = 1; w < Warps; ++w) add(sum, sums[w * FOURS + at]);
         return sum;
     };
-    auto store = [&](int at, float sum) {
-        const int row = row0 + (CCol ? at % ROWS : at / COLS), col = CCol ? at / ROWS : at % COLS;
+    auto store_one = [&](int row, int col, float sum) {
         if (row >= result.M || col >= result.N) return;
         Out* const to = result.c + (CCol ? i64(col) * result.ldc + row : i64(row) * result.ldc + col);
         if constexpr (Epilogue) {
@@ -63,20 +62,26 @@ __device__ __forceinline__ void add_up(const float (&acc)[MT][NT][4], char* shar
         }
         *to = from_float<Out>(sum);
     };
+    auto store = [&](int at, float4 sum) {
+        const int fragment = at / 32, of = at % 32, row = row0 + fragment / NT * 16 + of / 4, col = fragment % NT * 8 + of % 4 * 2;
+        store_one(row, col, sum.x), store_one(row, col + 1, sum.y);
+        store_one(row + 8, col, sum.z), store_one(row + 8, col + 1, sum.w);
+    };
     if constexpr (Splits == 1) {
-        for (int at = tid; at < SUMS; at += THREADS) store(at, block_sum(at));
+        for (int at = tid; at < FOURS; at += THREADS) store(at, block_sum(at));
         return;
     }
     // The block's sums: each in the place of the first warp's, which nobody else reads.
-    float* own = Cluster ? sums : partials + (i64(blockIdx.x) * Splits + split) * SUMS;
-    for (int at = tid; at < SUMS; at += THREADS) own[at] = block_sum(at);
-    int at = tid, stop = SUMS;
+    float4* const all = reinterpret_cast<float4*>(partials) + i64(blockIdx.x) * Splits * FOURS;
+    float4* const own = Cluster ? sums : all + split * FOURS;
+    for (int at = tid; at < FOURS; at += THREADS) own[at] = block_sum(at);
+    int at = tid, stop = FOURS;
     if constexpr (Cluster) {
 #if __CUDA_ARCH__ >= 900
         asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 #endif
-        at += split * SUMS / Splits;
-        stop = (split + 1) * SUMS / Splits;
+        at += split * FOURS / Splits;
+        stop = (split + 1) * FOURS / Splits;
     } else {
         __threadfence();
         __syncthreads();
@@ -88,20 +93,22 @@ __device__ __forceinline__ void add_up(const float (&acc)[MT][NT][4], char* shar
         if (tid == 0) counters[blockIdx.x] = 0;  // ready for the next launch
     }
     for (; at < stop; at += THREADS) {
-        float sum = 0.0f;
+        float4 sum = {};
 #pragma unroll
         for (int s = 0; s < Splits; ++s) {
-            float part = 0.0f;
+            float4 part = {};
             if constexpr (Cluster) {
 #if __CUDA_ARCH__ >= 900
                 u32 remote;
                 asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(shared_address(own + at)), "r"(s));
-                asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(part) : "r"(remote) : "memory");
+                asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                             : "=f"(part.x), "=f"(part.y), "=f"(part.z), "=f"(part.w) : "r"(remote) : "memory");
 #endif
             } else {
-                part = __ldcg(partials + (i64(blockIdx.x) * Splits + s) * SUMS + at);
+                part = __ldcg(all + s * FOURS + at);
             }
-            sum = s == 0 ? part : sum + part;
+            if (s == 0) sum = part;
+            else add(sum, part);
         }
         store(at, sum);
     }
