@@ -69,21 +69,22 @@ def slot_bytes(row_tiles: int, column_tiles: int) -> int:
 def tiles(M: int, K: int, column_tiles: int, device: Device, smem: int) -> tuple[Tile, ...]:
     """All tiles for a shape. ``smem``: bytes of shared memory that a block may have.
 
-    A block keeps as many weights under way as fit. Where there are more blocks than multiprocessors, two run on each.
+    A block keeps as many weights under way as fit. Where there are more blocks than multiprocessors, two run on each if
+    they fit.
     """
-    found, slabs = [], ceil_div(K, DEPTH)
+    out, slabs = [], ceil_div(K, DEPTH)
     for row_tiles, warps, splits in itertools.product(ROW_TILES, WARPS, SPLITS):
         if splits > 1 and slabs < 2 * splits:
             continue
-        blocks = 2 if ceil_div(M, 16 * row_tiles) * splits > device.processors else 1
-        sums = row_tiles * column_tiles * 4
-        if sums + REGISTERS > min(255, 65536 // (32 * warps * blocks)):
-            continue
-        slot = slot_bytes(row_tiles, column_tiles)
-        slots = min(token_sums.room(smem, blocks) // (warps * slot), MOST_SLOTS)
-        if slots >= 2 and slots * slot >= sums * 128:
-            found.append(Tile(row_tiles, column_tiles, warps, slots, blocks, splits))
-    return tuple(found)
+        sums, slot = row_tiles * column_tiles * 4, slot_bytes(row_tiles, column_tiles)
+        several = ceil_div(M, 16 * row_tiles) * splits > device.processors
+        for blocks in (2, 1) if several else (1,):
+            slots = min(token_sums.room(smem, blocks) // (warps * slot), MOST_SLOTS)
+            fits = slots >= 2 and slots * slot >= sums * 128
+            if fits and sums + REGISTERS <= min(255, 65536 // (32 * warps * blocks)):
+                out.append(Tile(row_tiles, column_tiles, warps, slots, blocks, splits))
+                break
+    return tuple(out)
 
 
 class SpmmTwoFourTokens(CudaKernel):
