@@ -78,8 +78,8 @@ spmm_vector_nm_expanding_sm90a(const __grid_constant__ TensorMap a_map, const __
     }
     wait_for_launch_before();
     let_next_launch_begin();
-    // The warp that loads goes on at once, the others when the barriers are there. A high number would leave fewer blocks room: a
-    // multiprocessor has so many named barriers in all.
+    // The warp that loads goes on at once, the others when the barriers are there. A low number, because all named barriers up to
+    // the highest count as used by a block, and blocks share a multiprocessor.
     constexpr int READY = 2;
     if (warp >= 4 * WG) named_arrive(READY, threads<WG, BN>);
     else named_barrier(READY, threads<WG, BN>);
