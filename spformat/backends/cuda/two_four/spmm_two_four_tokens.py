@@ -22,8 +22,8 @@ MAX_COLS = 64
 ROW_TILES, WARPS, SPLITS = (1, 2, 3, 4, 6, 8), (8, 4), (1, 2, 4, 8)
 """What a tile may have."""
 MOST_SLOTS = 8
-REGISTERS = 60
-"""Of a thread, beside its sums: about as many as a step along K needs."""
+MOST_SUMS, REGISTERS = 160, 60
+"""Sums of a thread at most, beyond which the compiler keeps some in memory; and registers that it needs beside them."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def tiles(M: int, K: int, column_tiles: int, device: Device, smem: int) -> tuple
         for blocks in (2, 1) if several else (1,):
             slots = min(token_sums.room(smem, blocks) // (warps * slot), MOST_SLOTS)
             fits = slots >= 2 and slots * slot >= sums * 128
-            if fits and sums + REGISTERS <= min(255, 65536 // (32 * warps * blocks)):
+            if fits and sums <= MOST_SUMS and sums + REGISTERS <= 65536 // (32 * warps * blocks):
                 out.append(Tile(row_tiles, column_tiles, warps, slots, blocks, splits))
                 break
     return tuple(out)
