@@ -54,7 +54,7 @@ class Tile:
 
 WARPS = (16, 8, 4)
 SUMS = 48 * 1024
-"""Bytes of shared memory for the sums of all warps."""
+"""Bytes of shared memory that the sums of all warps may take."""
 
 
 def registers(p: Problem, tile: Tile) -> int:

@@ -145,7 +145,8 @@ class SpmmTwoFourTokens(CudaKernel):
         wide = Problem.product("two-four", (), 1, 1, 0, 0, "float16", "float16", "float32", COL, COL, epilogue=True)
         return (
             _instance(Tile(2, 2, 8, 6, 1, 1), p, False, False),
-            _instance(Tile(7, 8, 4, 2, 1, 2), wide, False, True),
+            _instance(Tile(4, 8, 4, 2, 1, 2), wide, False, True),
+            _instance(Tile(6, 5, 4, 4, 1, 1), wide, False, True),
             _instance(Tile(1, 1, 8, 8, 1, 4), p, True, False),
         )
 
