@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_checkpoint import FIXTURES, same_values, tree
 from test_cli import spformat
@@ -20,6 +21,7 @@ from spformat.checkpoint import (
     journals,
     merge_parts,
     open_source,
+    packing,
     remote,
     run,
 )
@@ -242,6 +244,43 @@ def test_a_run_that_stops_before_it_notes_the_first_file_leaves_its_journal(
     convert_checkpoint(SHARDED, out, "bitmask", force=True, resume=True)
     convert_checkpoint(SHARDED, tmp_path / "new", "bitmask")
     assert tree(out) == tree(tmp_path / "new")
+
+
+def test_a_save_that_is_stopped_between_two_shards_is_refused_until_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old and new shards have the same names and tensors, so that a reader would take them for one checkpoint."""
+
+    def tensors(value: int) -> dict[str, Any]:
+        return {name: np.full(8, value, np.float32) for name in ("a", "b")}
+
+    def write(value: int, stops: int) -> None:
+        saved: list[str] = []
+
+        def stop(path: Any, *args: Any, **options: Any) -> None:
+            if len(saved) == stops:
+                raise KeyboardInterrupt
+            sf.save(path, *args, **options)
+            saved.append(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "save", stop)
+            packing.write_packed(out, tensors(value), 32, True, "spformat.safetensors.index.json")
+
+    out = tmp_path / "out"
+    out.mkdir()
+    write(1, 2)
+    before = tree(out)
+    with pytest.raises(KeyboardInterrupt):
+        write(2, 0)
+    assert tree(out) == before
+    with pytest.raises(KeyboardInterrupt):
+        write(2, 1)
+    with pytest.raises(sf.errors.ContainerError, match="save the model again"):
+        open_source(out)
+    write(2, 2)
+    assert tree(out).keys() == before.keys()
+    assert all((x == 2).all() for x in sf.load(out).values())
 
 
 def test_the_removal_is_on_disk_before_the_journal_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     if not is_finished(where, filter(JOURNAL_GLOB.fullmatch, names)):
         raise ContainerError(
             f"an unfinished conversion (a journal, and no {MANIFEST} of its run): finish it with "
-            f"`spformat convert SRC {where} --resume`",
+            f"`spformat convert SRC {where} --resume`, or, if save_pretrained was writing it, save the model again",
             path=where,
         )
     if MANIFEST in names:
