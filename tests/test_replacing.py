@@ -64,6 +64,23 @@ def test_resuming_what_is_finished_is_no_error_and_writes_nothing(tmp_path: Path
             return
 
 
+def test_the_manifest_says_the_format_of_packed_tensors_that_are_kept(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    w = [(rng.random((64, 64)) * (rng.random((64, 64)) < 0.2)).astype(np.float32) for _ in range(3)]
+    mixed = sf.Stack(parts=(sf.convert(w[0], "csr"), sf.convert(w[1], "bitmask")))
+    packed = {"w": sf.convert(w[0], "bsr", blocksize=16), "even": sf.stack(w, "csr"), "mixed": mixed, "b": w[0][0]}
+    sf.save(tmp_path / "in.safetensors", packed)
+    for recipe in (Recipe(to="keep"), Recipe(to="two-four", misfit="keep")):
+        out = tmp_path / recipe.to
+        first = convert_checkpoint(tmp_path / "in.safetensors", out, recipe)
+        tensors = json.loads((out / "spformat.json").read_text())["tensors"]
+        formats = {name: (entry["format"], entry["params"]) for name, entry in tensors.items()}
+        blocks = ("bsr", {"blocksize": [16, 16]})
+        assert formats == {"w": blocks, "even": ("csr", {}), "mixed": ("stack", {}), "b": ("plain", {})}
+        again = convert_checkpoint(tmp_path / "in.safetensors", out, recipe, resume=True)
+        assert [o.target for o in again.outcomes] == [o.target for o in first.outcomes] == ["keep"] * 4
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
