@@ -105,11 +105,13 @@ def _inputs(packed: Path, source: Path) -> tuple[int, int, list[tuple[str, Diffe
     manifest, rows, missing = os.path.join(packed, MANIFEST), [], 0
     entries = read_manifest(manifest)["files"].values()
     for entry in entries:
-        fix = "it should be the name of an input file, as convert writes it: convert the input again"
-        name, what = safe_name(entry["source"], ".safetensors", manifest, fix), ""
-        path = os.path.join(source if os.path.isdir(source) else os.path.dirname(source), name)
+        name, what = entry["source"], ""
         if len(entries) == 1 and not os.path.isdir(source):
-            path = os.fspath(source)  # a file by itself may have been renamed
+            path = os.fspath(source)  # a file by itself may have been renamed, and may have any name
+        else:
+            fix = "it should be the name of an input file, as convert writes it: convert the input again"
+            folder = source if os.path.isdir(source) else os.path.dirname(source)
+            path = os.path.join(folder, safe_name(name, ".safetensors", manifest, fix))
         if not is_file(path):
             what = f"{printable(manifest)} names this file of its input, and {printable(source)} does not hold it"
             missing += 1
