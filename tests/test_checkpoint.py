@@ -297,6 +297,17 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
     put(folder, index)
     with pytest.raises(sf.errors.ContainerError, match="does not list"):
         open_source(folder)
+    folder, index = copy("nothing")
+    put(folder, index | {"weight_map": {}})
+    for act in (open_source, lambda folder: convert_checkpoint(folder, tmp_path / "out", "auto")):
+        with pytest.raises(sf.errors.ContainerError, match=r"index\.json: index: it lists no file"):
+            act(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    convert_checkpoint(folder, tmp_path / "packed", "auto")
+    manifest = json.loads((tmp_path / "packed" / "spformat.json").read_text())
+    (tmp_path / "packed" / "spformat.json").write_text(json.dumps(manifest | {"files": {}, "tensors": {}}))
+    with pytest.raises(sf.errors.ContainerError, match=r"spformat\.json: manifest: it lists no file"):
+        convert_checkpoint(tmp_path / "packed", tmp_path / "again", "dense")
     folder, index = copy("missing")
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(sf.errors.InputError):
