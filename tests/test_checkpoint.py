@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -296,6 +297,17 @@ def test_index_and_shards_that_disagree(tmp_path: Path) -> None:
     put(folder, index)
     with pytest.raises(sf.errors.ContainerError, match="does not list"):
         open_source(folder)
+    folder, index = copy("nothing")
+    put(folder, index | {"weight_map": {}})
+    for act in (open_source, lambda folder: convert_checkpoint(folder, tmp_path / "out", "auto")):
+        with pytest.raises(sf.errors.ContainerError, match=r"index\.json: index: it lists no file"):
+            act(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    convert_checkpoint(folder, tmp_path / "packed", "auto")
+    manifest = json.loads((tmp_path / "packed" / "spformat.json").read_text())
+    (tmp_path / "packed" / "spformat.json").write_text(json.dumps(manifest | {"files": {}, "tensors": {}}))
+    with pytest.raises(sf.errors.ContainerError, match=r"spformat\.json: manifest: it lists no file"):
+        convert_checkpoint(tmp_path / "packed", tmp_path / "again", "dense")
     folder, index = copy("missing")
     (folder / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(sf.errors.InputError):
@@ -352,6 +364,50 @@ def test_diff_finds_the_one_changed_value(tmp_path: Path) -> None:
     found = {n: d for n, d in diff_checkpoints(SOURCES[0], tmp_path / "b.safetensors") if d}
     assert list(found) == ["hidden1.weight"]
     assert (found["hidden1.weight"].count, found["hidden1.weight"].index) == (1, (3, 5))
+
+
+def test_tensors_that_are_bytes_to_numpy_are_compared_and_checked(tmp_path: Path) -> None:
+    def written(name: str, changed: int = 0, code: str = "F4") -> Path:
+        raw = bytearray(range(64))
+        raw[40] ^= changed
+        header = {"q": {"dtype": code, "shape": [8, 16] if code == "F4" else [64], "data_offsets": [0, 64]}}
+        text = json.dumps(header).encode()
+        path = tmp_path / name
+        path.write_bytes(len(text).to_bytes(8, "little") + text + raw)
+        return path
+
+    a = written("a.safetensors")
+    convert_checkpoint(a, tmp_path / "packed", "auto")
+    same_values(a, tmp_path / "packed")
+    for path in (a, tmp_path / "packed"):
+        (verdict,) = validate_checkpoint(path)
+        assert (verdict.name, verdict.error) == ("q", None)
+        (verdict,) = validate_checkpoint(path, Checks(expect="csr"))
+        assert verdict.finding
+    ((_, d),) = diff_checkpoints(a, written("b.safetensors", changed=3))
+    assert d is not None
+    assert (d.what, d.count, d.index) == ("1 of 64 bytes differ, first byte 40: 40 against 43", 1, (40,))
+    ((_, d),) = diff_checkpoints(a, written("c.safetensors", code="F8_E5M2FNUZ"))
+    assert d is not None
+    assert d.what == "F4[8, 16] against F8_E5M2FNUZ[64]"
+    packed = tmp_path / "packed" / "spformat-00001-of-00001.safetensors"
+    data = bytearray(packed.read_bytes())
+    data[-1] ^= 1
+    packed.write_bytes(data)
+    (verdict,) = validate_checkpoint(tmp_path / "packed")
+    assert isinstance(verdict.error, sf.errors.IntegrityError)
+
+
+def test_a_nan_that_is_no_value_of_a_matrix_equals_itself(tmp_path: Path) -> None:
+    scales = np.array([255, 127], np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    waves = np.array([1 + 2j, np.nan, complex(0, np.inf)], np.complex64)
+    sf.save_dense(tmp_path / "a.safetensors", {"scales": scales, "waves": waves})
+    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "packed", "auto")
+    same_values(tmp_path / "a.safetensors", tmp_path / "packed")
+    other = {"scales": scales[::-1].copy(), "waves": np.where(waves == 1 + 2j, 1, waves).astype(np.complex64)}
+    sf.save_dense(tmp_path / "b.safetensors", other)
+    found = {name: d for name, d in diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors") if d}
+    assert {name: (d.count, d.index) for name, d in found.items()} == {"scales": (2, (0,)), "waves": (1, (0,))}
 
 
 def test_validate_finds_a_flipped_byte(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -167,6 +168,26 @@ def test_plan_refuses_the_names_that_convert_refuses(here: Path, case: str) -> N
         assert command("plan", "names.safetensors", *flags).code == 0
         done = command("convert", "names.safetensors", "fine", "--force", *flags)
         assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(
+    ("tensors", "flags", "message"),
+    [
+        ({"x" * 1020: X}, [], "expected at most 1,024, got 1,0"),
+        ({"é" * 510: X}, [], "expected at most 1,024, got 1,0"),
+        ({"v": X, "w": X}, ["--max-tensors", "5"], "number of tensors: expected at most 5, got 6"),
+    ],
+    ids=["a long name", "a long name in another script", "many"],
+)
+def test_plan_refuses_arrays_that_are_beyond_the_limits(
+    here: Path, tensors: dict[str, Any], flags: list[str], message: str
+) -> None:
+    sf.save_dense("names.safetensors", tensors)
+    for words in (["plan"], ["convert", "out", "--dry-run"], ["convert", "out"]):
+        verb, *more = words
+        r = command(verb, "names.safetensors", *more, "--to", "csr", *flags)
+        assert (r.code, message in r.err, "names.safetensors: " in r.err) == (78, True, True), r.err
+    assert command("plan", "names.safetensors", "--to", "dense", *flags).code == 0
 
 
 @pytest.mark.parametrize("text", ["csr", "bitmask", "sr-bcrs", "bsr", "dbsr", "ell-buckets", "csc", "coo", "two-four",

@@ -228,6 +228,19 @@ def test_a_group_that_is_not_whole_stays_as_it_is(tmp_path: Path) -> None:
         assert set(f) == set(good)
 
 
+def test_a_group_that_is_not_whole_hides_no_other(tmp_path: Path) -> None:
+    # A name that ends like one of compressed-tensors, or a shard without the rest of one of its groups.
+    w, path = weight(6, 20, 1), tmp_path / "m.safetensors"
+    alone = {"proj.compressed": np.ones(3, np.float32)}
+    sf.save_dense(path, entries("a.weight", w) | alone)
+    assert set(open_source(path).records) == {"a.weight", "proj.compressed"}
+    convert_checkpoint(path, tmp_path / "out.safetensors", "dense")
+    with sf.safe_open(tmp_path / "out.safetensors") as f:
+        assert set(f) == {"a.weight", "proj.compressed"}
+        assert (f["a.weight"].to_dense() == w).all()
+        assert (f["proj.compressed"] == alone["proj.compressed"]).all()
+
+
 def test_its_own_folder_is_not_the_target(model: Any) -> None:
     source, _ = model
     before = tree(source)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_checkpoint import FIXTURES, same_values, tree
 from test_cli import spformat
@@ -20,6 +21,7 @@ from spformat.checkpoint import (
     journals,
     merge_parts,
     open_source,
+    packing,
     remote,
     run,
 )
@@ -60,6 +62,23 @@ def test_resuming_what_is_finished_is_no_error_and_writes_nothing(tmp_path: Path
         assert [told(o) for o in a.outcomes] == [told(o) for o in b.outcomes]
         if part:
             return
+
+
+def test_the_manifest_says_the_format_of_packed_tensors_that_are_kept(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    w = [(rng.random((64, 64)) * (rng.random((64, 64)) < 0.2)).astype(np.float32) for _ in range(3)]
+    mixed = sf.Stack(parts=(sf.convert(w[0], "csr"), sf.convert(w[1], "bitmask")))
+    packed = {"w": sf.convert(w[0], "bsr", blocksize=16), "even": sf.stack(w, "csr"), "mixed": mixed, "b": w[0][0]}
+    sf.save(tmp_path / "in.safetensors", packed)
+    for recipe in (Recipe(to="keep"), Recipe(to="two-four", misfit="keep")):
+        out = tmp_path / recipe.to
+        first = convert_checkpoint(tmp_path / "in.safetensors", out, recipe)
+        tensors = json.loads((out / "spformat.json").read_text())["tensors"]
+        formats = {name: (entry["format"], entry["params"]) for name, entry in tensors.items()}
+        blocks = ("bsr", {"blocksize": [16, 16]})
+        assert formats == {"w": blocks, "even": ("csr", {}), "mixed": ("stack", {}), "b": ("plain", {})}
+        again = convert_checkpoint(tmp_path / "in.safetensors", out, recipe, resume=True)
+        assert [o.target for o in again.outcomes] == [o.target for o in first.outcomes] == ["keep"] * 4
 
 
 def flip(path: Path) -> None:
@@ -242,6 +261,43 @@ def test_a_run_that_stops_before_it_notes_the_first_file_leaves_its_journal(
     convert_checkpoint(SHARDED, out, "bitmask", force=True, resume=True)
     convert_checkpoint(SHARDED, tmp_path / "new", "bitmask")
     assert tree(out) == tree(tmp_path / "new")
+
+
+def test_a_save_that_is_stopped_between_two_shards_is_refused_until_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old and new shards have the same names and tensors, so that a reader would take them for one checkpoint."""
+
+    def tensors(value: int) -> dict[str, Any]:
+        return {name: np.full(8, value, np.float32) for name in ("a", "b")}
+
+    def write(value: int, stops: int) -> None:
+        saved: list[str] = []
+
+        def stop(path: Any, *args: Any, **options: Any) -> None:
+            if len(saved) == stops:
+                raise KeyboardInterrupt
+            sf.save(path, *args, **options)
+            saved.append(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "save", stop)
+            packing.write_packed(out, tensors(value), 32, True, "spformat.safetensors.index.json")
+
+    out = tmp_path / "out"
+    out.mkdir()
+    write(1, 2)
+    before = tree(out)
+    with pytest.raises(KeyboardInterrupt):
+        write(2, 0)
+    assert tree(out) == before
+    with pytest.raises(KeyboardInterrupt):
+        write(2, 1)
+    with pytest.raises(sf.errors.ContainerError, match="save the model again"):
+        open_source(out)
+    write(2, 2)
+    assert tree(out).keys() == before.keys()
+    assert all((x == 2).all() for x in sf.load(out).values())
 
 
 def test_the_removal_is_on_disk_before_the_journal_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

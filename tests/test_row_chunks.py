@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import hostile
 import ml_dtypes
 import numpy as np
 import pytest
@@ -288,3 +290,30 @@ def test_a_valid_checksum_of_wrong_contents(target: str, small: None, tmp_path: 
             convert_checkpoint(tmp_path / "x.safetensors", tmp_path / "y.safetensors", "dense")
         assert str(e.value) == str(told.value)
         assert not (tmp_path / "y.safetensors").exists()
+
+
+@pytest.mark.parametrize("target", ["csr", "bitmask", "bsr:blocksize=8x16", "sr-bcrs"])
+@pytest.mark.parametrize("kind", ["longer", "shorter", "empty", "int64", "float32", "two dimensions"])
+def test_a_pointer_of_another_length_or_type_is_refused_as_when_it_is_loaded(
+    target: str, kind: str, small: None, tmp_path: Path
+) -> None:
+    """The conversion to dense read as many entries as there are rows, and accepted whatever else there was."""
+
+    def changed(pointer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        if kind == "longer":
+            return np.append(pointer, pointer[-1:])
+        if kind == "shorter":
+            return np.append(pointer[:4], pointer[-1:])
+        if kind == "empty":
+            return pointer[:0]
+        return pointer[:, None] if kind == "two dimensions" else pointer.astype(kind)
+
+    path, dense = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    sf.save(path, {"w": sf.convert(two_four((97, 260), 4), target)})
+    hostile.rewrite(path, hostile.change("indptr", changed))
+    with pytest.raises(sf.errors.FormatError) as told:
+        sf.load(path)
+    with pytest.raises(sf.errors.FormatError) as e:
+        convert_checkpoint(path, dense, "dense")
+    assert str(e.value) == str(told.value)
+    assert not dense.exists()

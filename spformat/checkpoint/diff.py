@@ -17,8 +17,10 @@ from ..formats.csr import CSR
 from ..formats.dense import Dense
 from ..formats.stack import Stack
 from ..limits import product
+from ..storage.descriptor import Record
 from ..storage.files import Path, is_file, safe_name, sha256_of
 from ..storage.stheader import METADATA
+from ..storage.tensorfile import TensorFile
 from .manifest import MANIFEST, read_manifest
 from .source import Source, open_source
 
@@ -53,7 +55,11 @@ def diff_checkpoints(a: Path | Source, b: Path | Source) -> Iterator[tuple[str, 
     common = first.records.keys() & second.records.keys()
     names = sorted(common, key=lambda name: (first.records[name][0], second.records[name][0], name))
     for (name, f), (_, g) in zip(first.opened(names), second.opened(names), strict=True):
-        yield name, _difference(name, f.read(name), g.read(name))
+        records = first.records[name][1], second.records[name][1]
+        if any(record.only_bytes for record in records):
+            yield name, _difference_of_bytes(f, g, *records)
+        else:
+            yield name, _difference(name, f.read(name), g.read(name))
 
 
 def diff_metadata(a: Path | Source, b: Path | Source) -> list[Difference]:
@@ -99,11 +105,13 @@ def _inputs(packed: Path, source: Path) -> tuple[int, int, list[tuple[str, Diffe
     manifest, rows, missing = os.path.join(packed, MANIFEST), [], 0
     entries = read_manifest(manifest)["files"].values()
     for entry in entries:
-        fix = "it should be the name of an input file, as convert writes it: convert the input again"
-        name, what = safe_name(entry["source"], ".safetensors", manifest, fix), ""
-        path = os.path.join(source if os.path.isdir(source) else os.path.dirname(source), name)
+        name, what = entry["source"], ""
         if len(entries) == 1 and not os.path.isdir(source):
-            path = os.fspath(source)  # a file by itself may have been renamed
+            path = os.fspath(source)  # a file by itself may have been renamed, and may have any name
+        else:
+            fix = "it should be the name of an input file, as convert writes it: convert the input again"
+            folder = source if os.path.isdir(source) else os.path.dirname(source)
+            path = os.path.join(folder, safe_name(name, ".safetensors", manifest, fix))
         if not is_file(path):
             what = f"{printable(manifest)} names this file of its input, and {printable(source)} does not hold it"
             missing += 1
@@ -122,6 +130,23 @@ def _difference(name: str, x: Any, y: Any) -> Difference | None:
     if sparse and x.shape == y.shape and x.dtype == y.dtype and product(*x.shape) < 2**63:
         return _compare_nonzeros(name, x.to_csr().without_zeros(), y.to_csr().without_zeros())
     return _compare(name, *(a.to_dense() if isinstance(a, Format) else a for a in (x, y)))
+
+
+def _difference_of_bytes(f: TensorFile, g: TensorFile, x: Record, y: Record) -> Difference | None:
+    """As ``_difference``, of two tensors of which numpy lacks the type of one: their bytes are compared."""
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return Difference(x.name, f"{x.dtype}{list(x.shape)} against {y.dtype}{list(y.shape)}")
+    size, count, first = 0, 0, (0, 0, 0)
+    for one, other in zip(f.raw(x.name), g.raw(y.name), strict=True):
+        unequal = one != other
+        if not count and unequal.any():
+            at = int(unequal.argmax())
+            first = size + at, int(one[at]), int(other[at])
+        count, size = count + int(unequal.sum()), size + one.size
+    if not count:
+        return None
+    text = f"{count} of {size} bytes differ, first byte {first[0]}: {first[1]} against {first[2]}"
+    return Difference(x.name, text, count, first[:1])
 
 
 def _of_stack(name: str, x: Any, y: Any) -> Difference | None:
@@ -160,11 +185,19 @@ def _compare(name: str, x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> Dif
         unequal = (bits(x) != bits(y)) & (nonzero_mask(x) | nonzero_mask(y))
     else:
         unequal = x != y
+        if unequal.any():  # a NaN is unequal to itself
+            unequal = unequal & _other_bytes(x, y)
     count = int(unequal.sum())
     if not count:
         return None
     at = tuple(int(i) for i in np.unravel_index(int(unequal.reshape(-1).argmax()), x.shape))
     return _differing(name, count, x.size, at, x[at], y[at])
+
+
+def _other_bytes(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """bool array: whether elements of one type have other bytes."""
+    rows = (np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(-1, a.itemsize) for a in (x, y))
+    return np.asarray(np.not_equal(*rows).any(axis=1)).reshape(x.shape)
 
 
 def _differing(name: str, count: int, size: int, at: tuple[int, ...], one: Any, other: Any) -> Difference:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .. import limits
 from ..arrays.dtypes import value_type
-from ..errors import UsageError
+from ..errors import LimitError, UsageError
 from ..formats import parse_spec
 from ..formats.base import Format
 from ..formats.sum import Sum
+from ..storage.stheader import check_length
 from ..storage.stwriter import require_distinct
 from .recipe import KEEP
 from .stacks import is_stack, matrices_of
@@ -17,13 +19,18 @@ from .tensor_plans import TensorOutcome, TensorPlan
 
 
 def check_entries(path: str, tensors: Iterable[tuple[TensorPlan, TensorOutcome]]) -> None:
-    """UsageError, as when they are written, if two arrays of the tensors of one file would have one name.
+    """UsageError, as when they are written, if two arrays of the tensors of one file would have one name; LimitError if
+    a name would be too long, or if there would be too many arrays.
 
     path: the shard, for the message.
     """
+    names = [name for plan, outcome in tensors if not outcome.error for name in entries_of(plan, outcome)]
     try:
-        require_distinct(name for plan, outcome in tensors if not outcome.error for name in entries_of(plan, outcome))
-    except UsageError as e:
+        require_distinct(names)
+        limits.check("tensors", len(names), "number of tensors")
+        for name in names:
+            check_length(name)
+    except (LimitError, UsageError) as e:
         raise e.at(path=path) from None
 
 

@@ -134,7 +134,9 @@ def _outcome(plan: TensorPlan, entry: dict[str, Any]) -> TensorOutcome:
     if type(counts["bytes_out"]) is not int or type(counts["nnz"]) not in (int, type(None)):
         raise TypeError(f"'{plan.name}' has other counts than integers")
     target = KEEP
-    if entry["format"] != "plain":
+    # A packed tensor that was kept has its format there, and no count of nonzeros.
+    kept = plan.target == KEEP or (plan.record.format is not None and counts["nnz"] is None)
+    if entry["format"] != "plain" and not kept:
         fmt = by_name(entry["format"])
         target = spec_text(fmt, fmt.resolve_params(entry["params"]))
     return TensorOutcome(

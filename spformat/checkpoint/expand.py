@@ -93,7 +93,7 @@ class ChunkDecoder:
 
 
 def chunk_decoder(f: TensorFile, plan: TensorPlan) -> ChunkDecoder | None:
-    """A decoder of the tensor; None if its format needs the whole tensor at once, or if its pointers are damaged."""
+    """A decoder of the tensor; None if its format needs the whole tensor, or its arrays are not as declared."""
     r = plan.record
     if r.format is None or r.tables or 0 in plan.shape:
         return None
@@ -105,11 +105,16 @@ def chunk_decoder(f: TensorFile, plan: TensorPlan) -> ChunkDecoder | None:
     for name, offsets in pointers.items():
         for counted in arrays_counted_by(r.format, name):
             length = r.arrays[counted][1][0]
+            # Reading the whole tensor raises the error that says what is wrong.
+            if offsets.dtype != index_dtype(length) or offsets.shape != (ceil_div(plan.shape[0], layout.rows) + 1,):
+                return None
             if offsets[0] != 0 or offsets[-1] != length or bool((offsets[1:] < offsets[:-1]).any()):
-                return None  # reading the whole tensor raises the error that says what is wrong
+                return None
     known = r.format.array_specs((plan.shape[0], plan.shape[1]), value_type(r.dtype).numpy, 0, r.params)
     in_items = {name for p in pointers for name in arrays_counted_by(r.format, p)}
     if r.arrays.keys() - in_items - pointers.keys() - (known or {}).keys():
+        return None
+    if any(r.arrays[name][1] != shape for name, (_, shape) in (known or {}).items() if name not in in_items):
         return None
     return ChunkDecoder(plan, r.format, layout, rows, pointers)
 

@@ -15,6 +15,7 @@ from typing import Any
 from .. import __name__ as package
 from ..errors import InputError, OutputError, printable
 from ..formats import parse_spec
+from ..formats.stack import Stack
 from ..limits import product
 from ..storage.files import Path, names_in, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
@@ -24,6 +25,7 @@ from .conversion import Conversion
 from .existing_target import clear, holds_side_file
 from .layouts import CONFIG, PACKED_INDEX, TRANSFORMERS, dense_index, packed_index
 from .manifest import JOURNAL_GLOB, MANIFEST, VERSION, write_json
+from .packed import Records
 from .parts import PIECE, PIECES, FileOutcome, Part, assemble
 from .recipe import KEEP, Recipe
 from .source import INDEX, INDEX_SUFFIX, Source
@@ -171,7 +173,7 @@ def finish(c: Conversion, done: Sequence[FileOutcome]) -> tuple[FileOutcome, ...
         if c.layout == TRANSFORMERS:
             listed = ((o.name, f.name, o.bytes_out or 0) for f in files for o in f.outcomes)
             write_json(os.path.join(c.folder, PACKED_INDEX), packed_index(listed))
-        write_json(os.path.join(c.folder, MANIFEST), manifest_of(c.recipe, files, c.source.index))
+        write_json(os.path.join(c.folder, MANIFEST), manifest_of(c.recipe, files, c.source.index, c.source.records))
     clear(c)
     for name in journals.listed(c.folder):
         remove(os.path.join(c.folder, name))
@@ -200,12 +202,15 @@ def _write_index(c: Conversion, files: Sequence[FileOutcome]) -> None:
     write_json(os.path.join(c.folder, INDEX), dense_index(c.source.index, listed))
 
 
-def manifest_of(recipe: Recipe, files: Sequence[FileOutcome], index: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a packed folder. index: the keys of the index of the source, without its weight_map."""
+def manifest_of(
+    recipe: Recipe, files: Sequence[FileOutcome], index: dict[str, Any], source: Records | None = None
+) -> dict[str, Any]:
+    """The manifest of a packed folder. index: the keys of the index of the source, without its weight_map. source: the
+    tensors of the source, whose formats those have that were kept."""
     tensors = {}
     for f in files:
         for o in f.outcomes:
-            fmt, params = ("plain", {}) if o.target == KEEP else _format_json(o.target)
+            fmt, params = _format_of_kept(o.name, source or {}) if o.target == KEEP else _format_json(o.target)
             size = product(*o.shape)
             entry: dict[str, Any] = {
                 "file": f.name, "format": fmt, "params": params, "shape": list(o.shape), "dtype": o.dtype,
@@ -221,6 +226,19 @@ def manifest_of(recipe: Recipe, files: Sequence[FileOutcome], index: dict[str, A
     tree = {"container": VERSION, "created_by": package, "recipe": asdict(recipe), "files": described}
     tree |= {"tensors": tensors}
     return tree | ({"index": index} if index else {})
+
+
+def _format_of_kept(name: str, source: Records) -> tuple[str, dict[str, Any]]:
+    """As ``_format_json``, of a tensor that stayed as it was: of a stack, the format of its matrices, if they have
+    one."""
+    record = source[name][1] if name in source else None
+    if record is None or record.format is None:
+        return "plain", {}
+    parts = list(record.parts.values())
+    if record.format is Stack and all((p.format, p.params) == (parts[0].format, parts[0].params) for p in parts):
+        record = parts[0]
+    assert record.format is not None
+    return record.format.name, {k: list(v) if isinstance(v, tuple) else v for k, v in record.params.items()}
 
 
 def _format_json(target: str) -> tuple[str, dict[str, Any]]:

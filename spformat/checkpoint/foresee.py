@@ -21,7 +21,8 @@ from .tensor_plans import TensorOutcome, TensorPlan, dense_of, foresee, kept, lo
 def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[TensorOutcome, ...]:
     """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written.
 
-    UsageError where a file of the output would hold two arrays of one name.
+    UsageError where a file of the output would hold two arrays of one name, LimitError where it would hold more arrays,
+    or longer names, than the limits allow.
     """
     source = open_source(src)
     out: list[TensorOutcome] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -49,12 +49,13 @@ class Packed:
 def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[str, Packed]]:
     """``records`` with one dense tensor in place of the entries of each group; and the groups by that tensor's name.
 
-    A dense tensor takes the place of the first array of its group. Raises FormatError for a group whose shape and
-    bitmask disagree, ContainerError for a tensor that occurs twice.
+    A dense tensor takes the place of the first array of its group. A group of which an entry is missing stays as it is,
+    and the others are unpacked all the same. Raises FormatError for a group whose shape and bitmask disagree,
+    ContainerError for a tensor that occurs twice.
     """
     try:
-        groups = find_groups(records)
-    except FormatError:  # some names look like those of compressed-tensors, but the group is not complete
+        groups = find_groups(name for name in records if not _of_part_of_a_group(name, records))
+    except FormatError:  # marlin-24, which stays as it is
         return records, {}
     groups = tuple(g for g in groups if records[g.entries["compressed"]][1].dtype in VALUE_TYPES)
     if not groups:
@@ -85,6 +86,13 @@ def unpacked(records: Records, folder: str, path: str) -> tuple[Records, dict[st
         where = {array: (records[entry][0], entry) for array, entry in group.entries.items()}
         packed[group.name] = Packed(group.layout, shape, dtype, where)
     return out, packed
+
+
+def _of_part_of_a_group(name: str, names: Container[str]) -> bool:
+    """Whether a name is that of the values of a group of which another entry is missing: of a name that only looks like
+    one of compressed-tensors, or of a group whose other entries are in another file."""
+    prefix, _, array = name.rpartition(".")
+    return array == "compressed" and not all(f"{prefix}.{other}" in names for other in ("bitmask", "shape"))
 
 
 def _shapes(records: Records, folder: str, path: str, groups: tuple[Group, ...]) -> dict[str, Array]:

@@ -10,13 +10,13 @@ from ..formats import spec_text
 from ..formats.base import Format
 from ..limits import product
 from ..storage.container import save
-from ..storage.files import Path, names_in, remove, sha256_of, size_of
+from ..storage.files import Identity, Path, identity_of, names_in, remove, sha256_of, size_of
 from ..storage.filewriter import Tensor, outline
 from ..storage.locks import folder_lock
 from .existing_target import superseded
 from .folder import manifest_of
 from .layouts import packed_index
-from .manifest import MANIFEST, write_json
+from .manifest import JOURNAL, MANIFEST, manifest_sha256, write_journal, write_json
 from .parts import FileOutcome
 from .recipe import KEEP, Recipe
 from .tensor_plans import TensorOutcome
@@ -40,10 +40,20 @@ def write_packed(
             old = next((n for n in (*mine, *superseded(there, mine, True)) if n in there), None)
             if old is not None:
                 raise OutputError(f"the target holds {old} already; use overwrite=True", path=where)
-        files = []
+        # Readers refuse the folder while it has shards of two checkpoints, also if this process is killed meanwhile.
+        journal = os.path.join(where, JOURNAL) if any(n in there for n in mine) else ""
+        if journal:
+            write_journal(journal, {"plan": "save", "shards": {}, "replaces": manifest_sha256(where)})
+        first = os.path.join(where, names[0])
+        old_first, files = _which(first), list[FileOutcome]()
         for i, (name, members) in enumerate(zip(names, shards, strict=True), 1):
             path = os.path.join(where, name)
-            save(path, members, overwrite=True)
+            try:
+                save(path, members, overwrite=True)
+            except BaseException:
+                if journal and not files and _which(first) == old_first:  # the earlier checkpoint is as it was
+                    remove(journal)
+                raise
             source = f"model-{i:05}-of-{len(shards):05}.safetensors"
             outcomes = tuple(_outcome(n, x) for n, x in members.items())
             files.append(FileOutcome(name, source, "", sha256_of(path), size_of(path), outcomes))
@@ -53,7 +63,14 @@ def write_packed(
         write_json(os.path.join(where, MANIFEST), manifest_of(Recipe(to=KEEP), files, {}))
         for name in superseded(there, mine, True):
             remove(os.path.join(where, name))
+        if journal:
+            remove(journal)
     return tuple(names)
+
+
+def _which(path: str) -> Identity | None:
+    """Which file has this name now; None if there is none."""
+    return identity_of(os.lstat(path)) if os.path.lexists(path) else None
 
 
 def _shards(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:

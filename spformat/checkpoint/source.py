@@ -52,6 +52,7 @@ _OTHER_WEIGHTS = (
 """File name endings of weights that are not converted: of other frameworks, or shards that the index does not list."""
 
 _BESIDE = "a shard lies beside the file that lists it, which has its name alone: move it there, and mend the list"
+_LISTS_NOTHING = "it lists no file, so none of those beside it belongs to it: get the right one, or remove it"
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,15 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     if not is_finished(where, filter(JOURNAL_GLOB.fullmatch, names)):
         raise ContainerError(
             f"an unfinished conversion (a journal, and no {MANIFEST} of its run): finish it with "
-            f"`spformat convert SRC {where} --resume`",
+            f"`spformat convert SRC {where} --resume`, or, if save_pretrained was writing it, save the model again",
             path=where,
         )
     if MANIFEST in names:
         listing = os.path.join(where, MANIFEST)
         manifest = read_manifest(not_outside(listing, follow))
         shards = tuple(safe_name(n, ".safetensors", listing, _BESIDE) for n in manifest["files"])
+        if not shards:
+            raise ContainerError("manifest: " + _LISTS_NOTHING, path=listing)
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         original_names = {n: f["source"] for n, f in manifest["files"].items()}
@@ -304,6 +307,8 @@ def _read_index(path: str) -> tuple[dict[str, Any], dict[str, str]]:
                 f"index: the shard name {ours} is one this package gives to its own output; rename the file"
             )
         check_index_keys(tree, path)
+        if not weight_map:
+            raise ContainerError("index: " + _LISTS_NOTHING)
     except (ContainerError, LimitError, PathError) as e:
         raise e.at(path=path) from e.__cause__
     return tree, weight_map

@@ -74,6 +74,11 @@ class Record:
         return tuple(path for path in self.arrays if "." not in path)
 
     @property
+    def only_bytes(self) -> bool:
+        """Whether numpy lacks the type of a plain array (F4, F6, ..), so that nothing but its bytes can be read."""
+        return self.format is None and any(code not in SAFETENSORS for code, _ in self.arrays.values())
+
+    @property
     def stored(self) -> int:
         """Value slots, padding included."""
         if self.format is None:

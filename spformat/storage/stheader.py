@@ -295,11 +295,16 @@ def _metadata(tree: Any) -> dict[str, str]:
     return {_text(k, f"{METADATA} key"): _text(v, f"{METADATA}['{printable(k)}']") for k, v in tree.items()}
 
 
+def check_length(name: str) -> None:
+    """LimitError for the name of an entry that is longer than the limits in force allow."""
+    limits.check("name_bytes", len(name.encode("utf-8")), f"tensor name '{printable(name, 40)}', bytes")
+
+
 def _entry(name: str, fields: Any, oddities: list[str]) -> Entry:
     _text(name, "tensor name")
     if "\0" in name:  # an empty name is legal, and the official writer takes it
         raise ContainerError(f"tensor name: expected text without NUL, got '{printable(name)}'", tensor=name)
-    limits.check("name_bytes", len(name.encode("utf-8")), f"tensor name '{printable(name, 40)}', bytes")
+    check_length(name)
     if type(fields) is not dict:
         raise ContainerError(f"expected an object, got {_json_type(fields)}", tensor=name)
     for key in _FIELDS:

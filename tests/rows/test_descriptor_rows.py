@@ -324,6 +324,18 @@ def test_D22_provenance(folder: Path) -> None:
         assert [d["tensor"] for d in told["differences"]] == ["in.safetensors"]
 
 
+@pytest.mark.parametrize("name", ["my model (1).safetensors", "0a1b2c3d4e5f", "modèle.safetensors"])
+def test_D22_an_input_file_of_any_name(folder: Path, name: str) -> None:
+    """As browsers and the cache of Hugging Face name files: a file by itself is converted, whatever its name."""
+    sf.save_dense(folder / "in.safetensors", weights())
+    source = (folder / "in.safetensors").rename(folder / name)
+    assert command("convert", source, folder / "packed", "--to", "csr").code == 0
+    for pair in ((source, folder / "packed"), (folder / "packed", source)):
+        assert command("diff", *pair, "--provenance").code == 0
+    with unharmed(folder):  # in a folder, a name is not followed
+        assert command("diff", folder / "packed", folder / "packed", "--provenance").code == 77
+
+
 def test_D22_two_packed_folders_in_either_order(folder: Path) -> None:
     """Each has a manifest: the one that names the other's files is the output."""
     source, once, twice = (folder / name for name in ("in", "once", "twice"))
