@@ -181,6 +181,13 @@ def test_all_linear_is_refused() -> None:
         hf.with_sparse_layers(peft.LoraConfig(target_modules="all-linear"))
 
 
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "PromptTuningConfig", "VeraConfig"])
+def test_adapters_of_another_kind_are_refused(kind: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    with pytest.raises(sf.errors.UsageError, match=f"expected a peft.LoraConfig, got {kind}"):
+        hf.with_sparse_layers(getattr(peft, kind)())
+
+
 @pytest.fixture
 def adapted(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A model with sparse layers and an adapter on one of them."""
