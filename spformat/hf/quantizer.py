@@ -27,10 +27,10 @@ from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..torch.loading import is_sparse
-from ..torch.models import is_linear, replace
+from ..torch.models import is_linear, replace, untie
 from ..torch.module import SparseLinear
 from .config import SpformatConfig
-from .saving import CAST, dequantize, save_itself, sparsify, untie
+from .saving import CAST, dequantize, save_itself, sparsify
 
 log = logging.get_logger(__name__)
 

@@ -43,7 +43,7 @@ def save_itself(model: Any) -> None:
     """
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            untie(part)
+            models.untie(part)
             part.save_pretrained = Saving(save_pretrained, part)
             part.dequantize = functools.partial(dequantize, part)
 
@@ -82,16 +82,6 @@ def dequantize(model: Any, dtype: Any = None) -> Any:
         if layer.weight.dtype not in CAST:
             layer.weight = torch.nn.Parameter(layer.weight.to(usual))
     return model if dtype is None else model.to(dtype)
-
-
-def untie(model: Any) -> None:
-    """Take sparse weights out of the weights that transformers ties: a sparse head is not the embedding any more."""
-    tied = model.all_tied_weights_keys
-    sparse = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, SparseLinear)}
-    for target in [t for t, source in tied.items() if t in sparse or source in sparse]:
-        del tied[target]
-        if not tied:
-            model.config.tie_word_embeddings = False
 
 
 def save_pretrained(

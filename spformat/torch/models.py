@@ -181,7 +181,27 @@ def refuse_plain_saving(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, modeling.PreTrainedModel):
+            untie(module)
             module.save_pretrained = Saving(_refused)
+
+
+def untie(model: Any) -> None:
+    """Take sparse weights out of the weights that transformers ties: a sparse head is not the embedding any more.
+
+    ``tie_weights``, which ``resize_token_embeddings`` calls, reads the pairs of the class and the config again. So the
+    pairs that are left become those of this object, and the config says that nothing is tied where none is left.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if not isinstance(tied, dict):  # of a transformers that does not load packed folders
+        return
+    sparse = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    targets = [t for t, source in tied.items() if t in sparse or source in sparse]
+    for target in targets:
+        del tied[target]
+    if targets and tied:
+        model._tied_weights_keys = dict(tied)
+    elif targets:
+        model.config.tie_word_embeddings = False
 
 
 def _refused(*_: Any, **__: Any) -> None:
