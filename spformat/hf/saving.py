@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.utils.hub import convert_file_size_to_int
 
+from ..checkpoint.folder import make as make_folder
 from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
 from ..checkpoint.packing import write_packed
 from ..errors import OutputError, UsageError
@@ -133,7 +134,7 @@ def save_pretrained(
     if not is_main_process:
         return
     folder = os.fspath(save_directory)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     tensors = tensors_of(model)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
