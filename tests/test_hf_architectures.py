@@ -10,6 +10,7 @@ import pytest
 from hf_installed import hf, torch, transformers
 
 import spformat as sf
+import spformat.torch as st
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint
 from spformat.torch import SparseLinear
 
@@ -162,6 +163,40 @@ def test_layers_that_stay_in_float32_do_so_when_they_are_sparse(dtype: Any, tmp_
     assert model(**IDS, decoder_input_ids=IDS["input_ids"])[0].isfinite().all()
 
 
+def tied() -> tuple[Any, dict[str, Any]]:
+    config = transformers.Qwen2Config(**SIZES, num_key_value_heads=2, tie_word_embeddings=True)
+    return transformers.Qwen2ForCausalLM(config), IDS
+
+
+TIED = {bert: "cls.predictions.decoder", t5: "lm_head", tied: "lm_head"}
+
+
+@pytest.mark.parametrize("of", ["spformat.hf", "from_pretrained", "spformat.torch"])
+@pytest.mark.parametrize("made", TIED)
+def test_a_sparse_head_is_not_tied_again(made: Any, of: str, tmp_path: Path) -> None:
+    """BERT ties a bias, too, and T5 its embeddings, so that transformers looks again at what is tied."""
+    torch.manual_seed(0)
+    (model, inputs), head = made(), TIED[made]
+    sparsify = st.sparsify if of == "spformat.torch" else hf.sparsify
+    sparsify(model, f"{head}.weight=bitmask", prune=True, sparsity=0.5)
+    if of == "from_pretrained":
+        model.save_pretrained(tmp_path / "packed")
+        model = type(model).from_pretrained(tmp_path / "packed")
+    with torch.no_grad():
+        y = model.eval()(**inputs)[0]
+        model.tie_weights()
+        model.resize_token_embeddings(SIZES["vocab_size"])
+        assert torch.equal(model(**inputs)[0], y)
+    assert type(model.get_submodule(head)) is SparseLinear
+    if made is bert:
+        assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
+    if made is t5:
+        assert model.encoder.embed_tokens.weight is model.shared.weight
+    hf.save_pretrained(model, tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(type(model).from_pretrained(tmp_path / "again").eval()(**inputs)[0], y)
+
+
 # ------------------------------------------------------------------ adapters
 
 
@@ -179,6 +214,13 @@ def test_all_linear_is_refused() -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
     with pytest.raises(sf.errors.UsageError, match="all-linear"):
         hf.with_sparse_layers(peft.LoraConfig(target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "PromptTuningConfig", "VeraConfig"])
+def test_adapters_of_another_kind_are_refused(kind: str) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    with pytest.raises(sf.errors.UsageError, match=f"expected a peft.LoraConfig, got {kind}"):
+        hf.with_sparse_layers(getattr(peft, kind)())
 
 
 @pytest.fixture

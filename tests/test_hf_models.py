@@ -314,6 +314,20 @@ def test_options_that_would_be_lost_are_refused(packed: Path, tmp_path: Path) ->
     assert not (tmp_path / "x").exists()
 
 
+def test_a_file_where_the_folder_belongs_is_refused(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "again").write_text("mine")
+    model = transformers.AutoModelForCausalLM.from_pretrained(packed)
+    with pytest.raises(sf.errors.OutputError, match="again: cannot create the folder"):
+        model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again").read_text() == "mine"
+
+
+def test_a_dtype_that_a_format_lacks_is_refused_by_the_name_of_the_weight(dense: Path, tmp_path: Path) -> None:
+    convert_checkpoint(dense, tmp_path / "packed", recipe("two-four"), layout="transformers")
+    with pytest.raises(sf.errors.StructureError, match=r"tensor 'model\.layers\.0\..*weight': .*dtype float64"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype="float64")
+
+
 def test_copies_of_a_model_save_themselves(packed: Path, tmp_path: Path) -> None:
     model = load(packed)
     for i, other in enumerate([copy.deepcopy(model), pickle.loads(pickle.dumps(model))]):

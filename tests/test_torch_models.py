@@ -118,6 +118,16 @@ def test_one_layer_at_two_places(model: Any) -> None:
     assert twice.a[0] is twice.b[0]
 
 
+def test_each_place_of_a_layer_has_the_format_of_its_rule(model: Any) -> None:
+    up = model.first.up
+    twice = torch.nn.ModuleDict({"a": torch.nn.Sequential(up), "b": torch.nn.Sequential(up), "c": up})
+    layers = st.sparsify(twice, ["re:[ac].*weight=csr", "b.0.weight=bitmask"])
+    assert formats(twice) == {"a.0": "csr", "b.0": "bitmask", "c": "csr"}
+    assert {name: layer.description.format for name, layer in layers.items()} == formats(twice)
+    assert twice.a[0] is twice.c
+    assert torch.equal(twice.b[0].weight, up.weight)
+
+
 def test_a_recipe_and_single_rules(model: Any) -> None:
     st.sparsify(model, Recipe("csr", (Rule.parse("*down*=keep"),), exclude=("head.weight",)))
     assert formats(model) == {"first.up": "csr", "again.up": "csr", "last.up": "csr"}
@@ -183,6 +193,42 @@ def test_a_forward_of_an_object_is_not_replaced() -> None:
     assert not st.models.is_linear(m[0])
     with pytest.raises(sf.errors.UsageError):  # no layer is left for the rule
         st.sparsify(m, "re:.*=csr")
+
+
+def test_a_layer_that_is_called_in_another_way_is_not_replaced() -> None:
+    class Doubled(torch.nn.Linear):  # type: ignore[misc]
+        def __call__(self, x: Any) -> Any:
+            return 2 * super().__call__(x)
+
+    m, x = torch.nn.Sequential(Doubled(32, 64), torch.nn.Linear(64, 32)), torch.ones(2, 32)
+    wanted = m(x)
+    assert list(st.sparsify(m, "re:.*=csr")) == ["1"]
+    assert torch.allclose(m(x), wanted, atol=1e-5)
+
+
+def test_lazy_layers_without_a_shape_are_refused_by_name(tmp_path: Path) -> None:
+    """The others can be sparse before the first call."""
+    m = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LazyLinear(32))
+    with pytest.raises(sf.errors.UsageError, match=r"'1.weight': this layer has no shape yet.*call the model once"):
+        st.sparsify(m, "re:.*weight=csr")
+    assert formats(m) == {}
+    state = {
+        name: torch.ones(shape) for name, shape in {"1.weight": (32, 64), "1.bias": (32,), "0.bias": (64,)}.items()
+    }
+    sf.save(tmp_path / "w.safetensors", state | {"0.weight": sf.convert(np.eye(64, 32, dtype=np.float32), "csr")})
+    with pytest.raises(sf.errors.UsageError, match=r"1\.bias \(it has no shape yet.*1\.weight \(it has no shape"):
+        st.load_into(m, tmp_path / "w.safetensors")
+    assert list(st.sparsify(m, "0.weight=csr")) == ["0"]
+    m(torch.ones(2, 32))
+    assert list(st.sparsify(m, "1.weight=csr")) == ["1"]
+    st.densify(m)
+    st.load_into(m, tmp_path / "w.safetensors")
+
+
+def test_a_sparse_layer_itself_is_not_made_dense_in_its_place() -> None:
+    layer = st.SparseLinear(sf.convert(np.eye(64, dtype=np.float32), "csr"))
+    with pytest.raises(sf.errors.UsageError, match=r"the model itself is a SparseLinear: .*layer\.weight"):
+        st.densify(layer)
 
 
 def test_rules_without_a_layer_are_refused(model: Any) -> None:

@@ -35,6 +35,19 @@ def test_a_view_as_another_dtype_is_another_matrix(fmt: str) -> None:
     assert torch.equal(torch.ops.spformat.linear(x, m._tensors(), None, m.description.text, False), wanted.T)
 
 
+@pytest.mark.parametrize("fmt", [*PARAMS, "sum"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_type_casts_the_values_alone(fmt: str, dtype: torch.dtype) -> None:
+    """``Module.type`` gives every buffer the dtype: indices would be floats, or lose their high bits."""
+    m = torch.nn.Sequential(st.SparseLinear(a_sum()) if fmt == "sum" else layer(fmt))
+    wanted, x = copy.deepcopy(m).to(dtype), tokens(3).to(dtype)
+    dtypes = {name: t.dtype for name, t in wanted.state_dict().items()}
+    m.type(dtype)
+    assert {name: t.dtype for name, t in m.state_dict().items()} == dtypes
+    assert m[0].matrix == wanted[0].matrix
+    assert torch.equal(m(x), wanted(x))
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     "given",

@@ -24,10 +24,17 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
 
     PEFT does not store this with an adapter: give ``config=with_sparse_layers(PeftConfig.from_pretrained(path))`` when
     one is loaded. Refused by name: merging, and initial values that change the weight (``"pissa"``), because the sum
-    of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which PEFT finds dense layers only.
+    of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which PEFT finds dense layers only;
+    configs of adapters other than LoRA.
     """
+    from peft import LoraConfig
     from peft.tuners.lora import layer
 
+    if not isinstance(config, LoraConfig):
+        raise UsageError(
+            f"config: expected a peft.LoraConfig, got {type(config).__name__}: PEFT takes configs that replace no "
+            "sparse layer, such as those of prompts, as they are; other adapters on layers need model.dequantize()"
+        )
     if config.target_modules == "all-linear":
         raise UsageError("target_modules: 'all-linear' would leave sparse layers out; name the layers: ['q_proj', ..]")
     initial = str(config.init_lora_weights).lower()

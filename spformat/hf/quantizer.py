@@ -21,16 +21,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
-from ..errors import UsageError
+from ..errors import SpformatError, UsageError
 from ..formats.base import Format
 from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
 from ..torch.loading import is_sparse
-from ..torch.models import is_linear, replace
+from ..torch.models import is_linear, replace, untie
 from ..torch.module import SparseLinear
 from .config import SpformatConfig
-from .saving import CAST, dequantize, save_itself, sparsify, untie
+from .saving import CAST, dequantize, save_itself, sparsify
 
 log = logging.get_logger(__name__)
 
@@ -154,13 +154,16 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
             with safe_open(file) as f:
                 for device, group in itertools.groupby(places, key=lambda place: str(place[2].device)):
                     here = list(group)
-                    for (_, layer_name, layer), matrix in zip(
+                    for (name, layer_name, layer), matrix in zip(
                         here, f.read_all([name for name, _, _ in here], device), strict=True
                     ):
                         layer.fill(matrix)
                         dtype = self._dtypes[layer_name]
                         if dtype is not layer.dtype and layer.dtype in CAST:
-                            layer.to(dtype)
+                            try:
+                                layer.to(dtype)
+                            except SpformatError as e:  # a dtype that the format cannot have
+                                raise e.at(path=file, tensor=name) from None
         self._to_fill, self._dtypes = {}, {}
         save_itself(model)
         return model

@@ -12,6 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.utils.hub import convert_file_size_to_int
 
+from ..checkpoint.folder import make as make_folder
 from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
 from ..checkpoint.packing import write_packed
 from ..errors import OutputError, UsageError
@@ -43,7 +44,7 @@ def save_itself(model: Any) -> None:
     """
     for part in model.modules():
         if isinstance(part, PreTrainedModel):
-            untie(part)
+            models.untie(part)
             part.save_pretrained = Saving(save_pretrained, part)
             part.dequantize = functools.partial(dequantize, part)
 
@@ -82,16 +83,6 @@ def dequantize(model: Any, dtype: Any = None) -> Any:
         if layer.weight.dtype not in CAST:
             layer.weight = torch.nn.Parameter(layer.weight.to(usual))
     return model if dtype is None else model.to(dtype)
-
-
-def untie(model: Any) -> None:
-    """Take sparse weights out of the weights that transformers ties: a sparse head is not the embedding any more."""
-    tied = model.all_tied_weights_keys
-    sparse = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, SparseLinear)}
-    for target in [t for t, source in tied.items() if t in sparse or source in sparse]:
-        del tied[target]
-        if not tied:
-            model.config.tie_word_embeddings = False
 
 
 def save_pretrained(
@@ -143,7 +134,7 @@ def save_pretrained(
     if not is_main_process:
         return
     folder = os.fspath(save_directory)
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
     tensors = tensors_of(model)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..arrays.torch_tensors import array_to_torch
 from ..checkpoint.source import Source, open_source
@@ -14,7 +15,7 @@ from ..formats.dense import Dense
 from ..formats.stack import Stack
 from ..storage.descriptor import Record
 from ..storage.files import Path
-from .models import is_linear, refuse_plain_saving, replace
+from .models import WITHOUT_SHAPE, is_linear, refuse_plain_saving, replace
 from .module import SparseLinear
 
 NAMED = 5
@@ -122,6 +123,8 @@ class Places:
 
     def _misfit(self, name: str, record: Record) -> list[str]:
         layer = self._layers.get(name)
+        if name in self._at and is_lazy(self._tensor(name)):
+            return [f"{name} (it {WITHOUT_SHAPE})"]
         if record.format is not None and is_sparse(record):
             if layer is None:
                 return [f"{name} (the weight of no linear layer, and {record.format.name} in the checkpoint)"]

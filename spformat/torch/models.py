@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -17,6 +18,9 @@ from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
 from ..errors import SpformatError, UsageError
 from .conversion import convert_by, recipe
 from .module import SparseLinear
+
+WITHOUT_SHAPE = "has no shape yet, as torch gives lazy layers theirs when they are called: call the model once before"
+"""What an error says of a parameter of ``torch.nn.LazyLinear`` and others."""
 
 
 def sparsify(
@@ -42,19 +46,24 @@ def sparsify(
     patterns += [("include", p) for p in r.include] + [("exclude", p) for p in r.exclude]
     for flag, pattern in patterns:
         require_match(flag, pattern, weights)
-    new: dict[int, SparseLinear] = {}
+    new: dict[tuple[int, str], SparseLinear] = {}
     names: dict[str, SparseLinear] = {}
     for (name, layer), weight in zip(layers.items(), weights, strict=True):
-        target, _ = r.target_of(weight, tuple(layer.weight.shape), str(layer.weight.dtype).removeprefix("torch."))
+        lazy = is_lazy(layer._parameters.get("weight"))
+        shape = (0, 0) if lazy else tuple(layer.weight.shape)
+        target, _ = r.target_of(weight, shape, str(layer.weight.dtype).removeprefix("torch."))
         if target == KEEP:
             continue
-        if id(layer) not in new:
+        if lazy:
+            raise UsageError(f"this layer {WITHOUT_SHAPE}", tensor=weight)
+        key = id(layer), target
+        if key not in new:
             try:
                 matrix = convert_by(r, _current_weight(layer), target)
             except SpformatError as e:
                 raise e.at(tensor=weight) from None
-            new[id(layer)] = SparseLinear(matrix, layer.bias)
-        names[name] = new[id(layer)]
+            new[key] = SparseLinear(matrix, layer.bias)
+        names[name] = new[key]
     for name, sparse in names.items():
         replace(model, name, sparse)
     if names:
@@ -67,7 +76,13 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
     A weight has as many bytes as a dense one, of course. Biases are shared. Weights get a gradient where they have a
     floating dtype. A model of transformers is saved by its own ``save_pretrained`` again.
+
+    Raises UsageError for a model that is itself a ``SparseLinear``.
     """
+    if isinstance(model, SparseLinear):
+        raise UsageError(
+            "the model itself is a SparseLinear: give the module that has it, or take layer.weight, the dense weight"
+        )
     new: dict[int, torch.nn.Linear] = {}
     names: dict[str, torch.nn.Linear] = {}
     for name, layer in list(model.named_modules(remove_duplicate=False)):
@@ -101,10 +116,13 @@ def linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear
 def is_linear(module: torch.nn.Module) -> bool:
     """Whether a module only multiplies by its weight and adds its bias.
 
-    False for classes and objects with a ``forward`` of their own, and for layers whose weight other modules read, such
-    as the output projection of ``torch.nn.MultiheadAttention``.
+    False for classes and objects with a ``forward`` or a ``__call__`` of their own, and for layers whose weight other
+    modules read, such as the output projection of ``torch.nn.MultiheadAttention``.
     """
-    if not isinstance(module, torch.nn.Linear) or type(module).forward is not torch.nn.Linear.forward:
+    cls = type(module)
+    if not isinstance(module, torch.nn.Linear) or cls.forward is not torch.nn.Linear.forward:
+        return False
+    if cls.__call__ is not torch.nn.Linear.__call__:
         return False
     return "forward" not in vars(module) and not isinstance(
         module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear
@@ -163,7 +181,27 @@ def refuse_plain_saving(model: torch.nn.Module) -> None:
         return
     for module in model.modules():
         if isinstance(module, modeling.PreTrainedModel):
+            untie(module)
             module.save_pretrained = Saving(_refused)
+
+
+def untie(model: Any) -> None:
+    """Take sparse weights out of the weights that transformers ties: a sparse head is not the embedding any more.
+
+    ``tie_weights``, which ``resize_token_embeddings`` calls, reads the pairs of the class and the config again. So the
+    pairs that are left become those of this object, and the config says that nothing is tied where none is left.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None)
+    if not isinstance(tied, dict):  # of a transformers that does not load packed folders
+        return
+    sparse = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, SparseLinear)}
+    targets = [t for t, source in tied.items() if t in sparse or source in sparse]
+    for target in targets:
+        del tied[target]
+    if targets and tied:
+        model._tied_weights_keys = dict(tied)
+    elif targets:
+        model.config.tie_word_embeddings = False
 
 
 def _refused(*_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from ..formats.base import Format
 from ..storage.descriptor import Record
 from . import operators  # noqa: F401 - registers spformat::linear
 from .conversion import cast, converted, some_become_zero
-from .description import Description, empty_tensors
+from .description import Description, empty_tensors, parse
 from .states import describe, require_fit, rounded
 from .weights import Weight, forget, keep, name_of, weight_of
 
@@ -290,6 +290,9 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
             self._require(dtype)
         with torch.inference_mode(False):  # where torch counts changes in place
             super()._apply(fn, recurse)
+            for component, name, t in zip(parse(self._text).components, self._names, before, strict=True):
+                if not component.is_values and name in self._buffers and self._buffers[name].dtype is not t.dtype:
+                    self._buffers[name] = t.to(self._buffers[name].device)  # Module.type casts indices, too
             rounds = dtype is not old.dtype and not (old.is_meta or self._values.is_meta)
             if rounds and some_become_zero(*map(self.description.values_of, (before, self._tensors()))):
                 matrix = cast(weight_of(before, self._text).matrix, dtype)
