@@ -92,6 +92,27 @@ def test_sums_of_more_rows_or_columns_than_fit_in_memory() -> None:
         a.sum(1)
 
 
+@pytest.mark.parametrize("target", ["csr", "bsr:4x4"])
+@pytest.mark.parametrize(("first", "last"), [(-8, -4), (0, 20), (8, 4), (-4, 4)])
+def test_rows_outside_are_no_other_rows(target: str, first: int, last: int) -> None:
+    """row_range(-8, -4) was rows -7 .. -4 of a csr, marked as validated."""
+    a: Any = sf.convert(np.arange(1, 65, dtype=np.float32).reshape(16, 4), target)
+    with pytest.raises(sf.errors.UsageError, match=f"rows: expected 0 <= first <= last <= 16, got {first} .. {last}"):
+        a.row_range(first, last)
+    assert (a.row_range(4, 16).to_dense() == a.to_dense()[4:]).all()
+    assert a.row_range(16, 16).shape == (0, 4)
+
+
+def test_items_are_chosen_by_booleans() -> None:
+    """Zeros and ones as integers were taken for the places 0 and 1, and the result was marked as validated."""
+    a = sf.convert(np.arange(1, 9, dtype=np.float32).reshape(2, 4), "csr")
+    keep = a.data > 5
+    assert a.only(keep).to_dense().tolist() == [[0, 0, 0, 0], [0, 6, 7, 8]]
+    for wrong in (keep.astype(np.uint8), np.arange(8), keep[:7], keep[None]):
+        with pytest.raises(sf.errors.UsageError, match=r"csr: keep: expected bool of shape \(8,\), one for each"):
+            a.only(wrong)
+
+
 def test_rows_of_csr_and_bsr() -> None:
     x = dense()
     for a in (sf.convert(x, "csr"), sf.convert(x, "bsr", blocksize=16)):

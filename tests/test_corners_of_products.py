@@ -61,6 +61,38 @@ def test_a_bias_in_the_memory_of_c_is_refused(backend: str) -> None:
         assert sf.linear(np.ones((1, 4), np.float32), a, y[0].copy(), out=y).tolist() == [[3, 4, 5, 6]]
 
 
+# (shape, strides in elements, whether two elements share memory)
+VIEWS = [
+    ((4, 3), (0, 1), True),  # a row that stands for all, as by torch's expand
+    ((4, 3), (1, 0), True),
+    ((4, 1), (0, 1), True),
+    ((4, 3), (1, 1), True),  # windows
+    ((4, 3), (2, 1), True),
+    ((4, 3), (-2, 3), True),  # row 3 of column 2 is row 0 of column 0
+    ((4, 3), (3, 1), False),
+    ((4, 3), (-7, 2), False),
+    ((4, 3), (2, 5), False),  # lines inside each other, without a common element
+]
+
+
+@pytest.mark.parametrize(("shape", "steps", "shared"), VIEWS)
+@pytest.mark.parametrize("alpha", [1, 2])
+def test_an_out_whose_elements_share_memory_is_refused(
+    shape: tuple[int, int], steps: tuple[int, int], shared: bool, alpha: int, backend: str
+) -> None:
+    w, x = np.diag(np.arange(1, 5)).astype(np.float32), np.ones((4, shape[1]), np.float32)
+    strides = (4 * steps[0], 4 * steps[1])
+    out: Any = np.ndarray(shape, np.float32, np.zeros(99, np.float32), 4 * 40, strides)
+    a = sf.convert(w, "csr")
+    if shared:
+        with pytest.raises(ValueError, match="out: two elements share memory"):
+            sf.spmm(a, x, out, backend, alpha=alpha)
+        with pytest.raises(ValueError, match="out: two elements share memory"):
+            sf.linear(x.T.copy(), a, out=out.T, backend=backend, alpha=alpha)
+    else:
+        assert (sf.spmm(a, x, out, backend, alpha=alpha) == alpha * (w @ x)).all()
+
+
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
 def test_float64_is_rounded_once(name: str) -> None:
     """Against the nearest of all values of the type, around the middles between two of them."""

@@ -206,6 +206,35 @@ def test_batches_are_refused_by_name() -> None:
         sf.convert(torch.ones(2, 3, 3).to_sparse_csr(), "csr")
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", ["dense", "csr", "csc", "coo", "bsr"])
+def test_integers_and_booleans_of_torch_are_rounded_to_the_dtype_that_is_asked_for(layout: str) -> None:
+    torch = pytest.importorskip("torch")
+
+    def tensor(x: Any) -> Any:
+        t = torch.tensor(x)
+        if layout == "bsr":
+            return t.to_sparse_bsr((1, 2))
+        return t if layout == "dense" else t.to_sparse(layout=getattr(torch, f"sparse_{layout}"))
+
+    t = tensor([[0, 7], [-3, 0]])
+    a = sf.convert(t, "csr", dtype="float16")
+    assert a.dtype == np.float16
+    assert a.to_dense().tolist() == [[0, 7], [-3, 0]]
+    assert sf.from_torch(t, dtype="int8").name == layout
+    if layout != "bsr":  # torch makes no blocks of booleans
+        assert sf.convert(tensor([[False, True], [True, False]]), "bitmask", dtype="int8").to_dense().tolist() == [
+            [0, 1],
+            [1, 0],
+        ]
+    with pytest.raises(sf.errors.UsageError, match="dtype: 1 values do not fit int8, the first is 300"):
+        sf.convert(tensor([[0, 300], [1, 0]]), "csr", dtype="int8")
+    with pytest.raises(sf.errors.UsageError, match="dtype: complex values do not fit float32"):
+        sf.convert(tensor([[0, 1j], [1, 0]]), "csr", dtype="float32")
+    with pytest.raises(sf.errors.SpformatError, match="int64"):  # nothing is rounded unasked
+        sf.convert(t, "csr")
+
+
 def test_without_torch_the_line_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     two_four = sf.convert(np.zeros((32, 64), np.float16), "two-four")

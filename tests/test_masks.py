@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -109,6 +110,26 @@ def test_sparsity_counts_are_rounded() -> None:
     w = np.arange(1, 101, dtype=np.float64).reshape(10, 10)
     # 0.29 * 100 is 28.999999999999996 in binary floating point: 29 values go.
     assert [int(masks.magnitude(w, s).sum()) for s in (0, 0.29, 0.5, 1)] == [100, 71, 50, 0]
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_a_sparsity_of_few_bits_counts_as_the_number_that_it_is(kind: Any) -> None:
+    """round(float16(0.7) * 3600) was 2520 in float16 instead of 2521, and of a large matrix infinity."""
+    w = np.arange(3600, dtype=np.float32).reshape(60, 60)
+    share = kind(0.7)
+    assert masks.magnitude(w, share).sum() == 3600 - round(float(share) * 3600)
+    assert (masks.magnitude_blocks(w, (1, 1), share) == masks.magnitude(w, float(share))).all()
+    assert masks.prune(np.ones((300, 300), np.float32), "csr", sparsity=kind(0.5)).nnz == 45000
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int64])
+def test_parameters_may_be_integers_of_numpy(kind: Any) -> None:
+    w = np.random.default_rng(0).normal(size=(130, 300)).astype(np.float32)
+    n, m, length = kind(2), kind(4), kind(100)
+    assert (masks.magnitude_nm(w, n, m) == masks.magnitude_nm(w, 2, 4)).all()
+    assert (masks.magnitude_vector_nm(w, n, m, length) == masks.magnitude_vector_nm(w, 2, 4, 100)).all()
+    assert (masks.magnitude_blocks(w, (length, m), 0.5) == masks.magnitude_blocks(w, (100, 4), 0.5)).all()
+    assert masks.prune_vector_nm(w, n, m, length) == masks.prune_vector_nm(w, 2, 4, 100)
 
 
 def test_int8_ranks_by_absolute_value() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,45 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
     with pytest.raises(sf.errors.UsageError, match="out: this tensor requires a gradient"):
         sf.spmm(a, x, out=torch.zeros(4, 3, requires_grad=True))
     assert (sf.spmm(a, asks.detach(), bias=bias.detach()) == torch.tensor(W @ X + 1)).all()
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_the_out_of_a_vector_is_a_vector(backend: str | None) -> None:
+    a, x = sf.convert(W, "csr"), X[:, 0].copy()
+    out = np.zeros(4, np.float32)
+    assert (sf.spmm(a, x, out, backend) == W @ x).all()
+    assert (out == W @ x).all()
+    for shape in ((4, 1), (5,), ()):
+        text = re.escape(f"out: expected shape (4,) for a B of one dimension, got {shape}")
+        with pytest.raises(ValueError, match=text):  # it said: expected (4, 1), got (4, 1, 1)
+            sf.spmm(a, x, np.zeros(shape, np.float32), backend)
+    with pytest.raises(TypeError, match=r"out: expected numpy\.ndarray like B, got list"):
+        sf.spmm(a, x, [0.0] * 4, backend)
+    b = sf.convert(np.ones((2, 3), np.float32), "csr")
+    assert sf.spmm(b.T, x[:2], np.zeros(3, np.float32), backend).shape == (3,)
+
+
+def test_a_plan_ignores_nothing_that_it_is_given() -> None:
+    """A plan for B=X, out_dtype="float64" wrote float32; out without B was not looked at."""
+    a = sf.convert(W, "csr")
+    for extra in ({"b_dtype": "float16"}, {"out_dtype": np.float64}, {"b_layout": "col"}, {"out_layout": "col"}):
+        with pytest.raises(sf.errors.UsageError, match=f"plan: .* expected no {next(iter(extra))} beside B"):
+            sf.plan(a, B=X, **extra)
+    with pytest.raises(sf.errors.UsageError, match="plan: out: expected B beside it"):
+        sf.plan(a, n=3, out=np.zeros((4, 3), np.float64))
+    assert sf.plan(a, B=X, out=np.zeros((4, 3), np.float64))(X).dtype == np.float64
+
+
+def test_the_dtype_of_the_c_of_a_plan() -> None:
+    a = sf.convert(W, "csr")
+    for given, name in (("bf16", "bfloat16"), ("half", "float16"), (np.float64, "float64"), ("FP32", "float32")):
+        assert sf.plan(a, n=3, out_dtype=given).problem.out_dtype == name
+    whole = sf.convert(W.astype(np.int8), "csr")
+    for given in ("int32", np.int64):
+        assert sf.plan(whole, n=3, out_dtype=given)(X.astype(np.int8)).dtype == np.dtype(given)
+    for given in ("x", "uint8", object()):
+        with pytest.raises(sf.errors.ArrayError, match=r"out_dtype: dtype .* is not a value type; use one of float64"):
+            sf.plan(a, n=3, out_dtype=given)
 
 
 @pytest.mark.parametrize("n", [-1, 1.5, "16"])

@@ -22,8 +22,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
     """The array to write: ``out`` checked, or a fresh one in the layout of ``p``.
 
-    ValueError for a wrong shape or an ``out`` that overlaps B, TypeError for a wrong dtype or array type, UsageError
-    for a masked array.
+    ValueError for a wrong shape or an ``out`` that overlaps B or itself, TypeError for a wrong dtype or array type,
+    UsageError for a masked array.
     """
     if not isinstance(B, np.ndarray):
         raise TypeError(f"B: expected a numpy array, got {type(B).__name__}; spmm() and linear() take others")
@@ -46,9 +46,29 @@ def check_operands(p: Problem, B: Any, out: Any) -> np.ndarray[Any, Any]:
         raise TypeError(f"out: this plan writes {p.out_dtype}, got {out.dtype}")
     if not out.flags.writeable:
         raise ValueError("out is read-only")
+    if _overlaps_itself(out):
+        layout = f"shape {out.shape}, strides {out.strides} bytes"
+        fix = f"give one with memory for each, as by np.empty({out.shape}, {out.dtype.name!r})"
+        raise ValueError(f"out: two elements share memory ({layout}), and one would overwrite the other; {fix}")
     if np.may_share_memory(B, out) and np.shares_memory(B, out):
         raise ValueError("out overlaps B; the product would read what it writes")
     return out
+
+
+def _overlaps_itself(x: np.ndarray[Any, Any]) -> bool:
+    """Whether two elements of a matrix share memory, as those of a view with a stride of 0 do."""
+    if x.flags.forc or not x.size:
+        return False
+    sizes = zip(map(abs, x.strides), x.shape, strict=True)
+    (short, m), (long, n) = sorted(sizes) if min(x.shape) > 1 else (max(sizes, key=lambda axis: axis[1]), (0, 1))
+    if short < x.itemsize:
+        return True
+    if n == 1 or long >= (m - 1) * short + x.itemsize:
+        return False
+    # Lines lie inside each other: where another line begins, only the steps before and after it can meet it.
+    behind = np.arange(1, n) * long
+    steps, rest = np.divmod(behind, short)
+    return bool(((rest < x.itemsize) & (steps < m) | (short - rest < x.itemsize) & (steps + 1 < m)).any())
 
 
 def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:

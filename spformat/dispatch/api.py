@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.dtypes import VALUE_TYPES, dtype_name, value_type
+from ..arrays.dtypes import dtype_name, value_type
 from ..arrays.library import current_device, is_cupy, namespace
 from ..arrays.torch_tensors import (
     TorchStream,
@@ -28,7 +28,7 @@ from ..arrays.torch_tensors import (
     untraced,
 )
 from ..backends.host import numpy_dtype
-from ..errors import UsageError
+from ..errors import ArrayError, UsageError
 from ..formats.base import Format
 from ..formats.foreign import as_array, as_format, refuse_sparse
 from ..formats.transposed import Transposed
@@ -98,7 +98,13 @@ def _product(operation: str, A: Format, B: Any, out: Any, backend: str | None, a
     if not isinstance(B, np.ndarray) and not is_cupy(B):
         return _foreign(operation, A, B, out, backend, alpha=alpha, beta=beta, bias=bias)
     if B.ndim == 1:
-        column = None if out is None else out[:, None]
+        column = None
+        if out is not None:
+            require_like("out", out, "B", B)
+            length = A.matrix_shape[1 if operation == "spmm_transposed" else 0]
+            if out.shape != (length,):
+                raise ValueError(f"out: expected shape ({length},) for a B of one dimension, got {out.shape}")
+            column = out[:, None]
         return _product(operation, A, B[:, None], column, backend, alpha, beta, bias)[:, 0]
     if bias is None and alpha == 1 and beta == 0:
         return _plan_for(operation, A, B, out, backend).run(B, out)
@@ -176,7 +182,8 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     """A plan for products with A (or A.T): ``p = plan(A, n=4096)``, then ``p(B)`` or ``p(B, out=C)`` many times.
 
     n: the number of columns to choose a kernel for; any number may be run, and the plan fits its launch to it. Give B
-    (and out) instead to copy their dtype and layout; else B is row-major in A's dtype.
+    (and out) instead to copy their dtype and layout, without b_dtype, b_layout, out_dtype and out_layout; else B is
+    row-major in A's dtype.
     epilogue: ``p(B, out=C, alpha=.., beta=.., bias=..)`` (see ``spmm``); ``p.tile`` says if that is a pass of its own.
     workspace: most bytes for copies beside A, B and C: a dense copy of A or panels of it, a stored transpose, float32
     sums of a sum of matrices. 0 refuses kernels that need any. It does not limit what a kernel needs to run at all
@@ -184,6 +191,16 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     unsafe=True skips validation of A: only for arrays whose contents you have checked.
     """
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
+    if B is not None:
+        options = (("b_dtype", b_dtype, None), ("out_dtype", out_dtype, None), ("b_layout", b_layout, ROW),
+                   ("out_layout", out_layout, ROW))  # fmt: skip
+        beside = [name for name, value, usual in options if value != usual]
+        if beside:
+            raise UsageError(
+                f"plan: B and out have dtypes and layouts: expected no {beside[0]} beside B; leave one out"
+            )
+    elif out is not None:
+        raise UsageError("plan: out: expected B beside it; give B=.., or out_dtype= and out_layout= instead of out")
     if B is not None:
         refuse_sparse("B", B)
         array, result = as_array(B), None if out is None else as_array(out)
@@ -297,7 +314,15 @@ def problem_of(
 
 
 def _dtype_name(dtype: Any) -> str:
-    return dtype if isinstance(dtype, str) and dtype in VALUE_TYPES else np.dtype(dtype).name
+    """The name of a dtype for C: a value type, by any of its names, or integers. ArrayError for anything else."""
+    try:
+        return value_type(dtype).name
+    except ArrayError as e:
+        with contextlib.suppress(TypeError, ValueError, SyntaxError):  # numpy parses text of many forms
+            name: str = np.dtype(dtype).name
+            if name in ("int32", "int64"):
+                return name
+        raise ArrayError(f"out_dtype: {e.message}, or int32 or int64 for products of int8", array="out") from None
 
 
 def _foreign(

@@ -74,8 +74,12 @@ class BSR(BlockHooks, Format):
         return rows_of(self.indptr, self.nnzb)
 
     def row_range(self, first: int, last: int) -> BSR:
-        """Rows first .. last-1; UsageError if they cut a block. Validates a matrix that is not marked as validated."""
+        """Rows first .. last-1; UsageError if they cut a block, and unless 0 <= first <= last <= M. Validates a matrix
+        that is not marked as validated."""
         self.ensure_valid()  # the result is marked
+        if not 0 <= first <= last <= self.shape[0]:
+            message = f"bsr: rows: expected 0 <= first <= last <= {self.shape[0]}, got {first} .. {last}"
+            raise UsageError(f"{message}; a[{first}:{last}] counts as slices do")
         R = self.blocksize[0]
         if first % R or (last % R and last != self.shape[0]):
             message = f"bsr: rows {first}:{last} cut a block of {R} rows; use multiples of {R}, or to_scipy()"

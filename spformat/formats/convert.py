@@ -30,7 +30,7 @@ from . import (
 )
 from .base import Format, checked_values
 from .dense import Dense
-from .foreign import as_format, from_scipy
+from .foreign import as_format, from_scipy, from_torch
 
 F = TypeVar("F", bound=Format)
 
@@ -154,8 +154,10 @@ def stack(
 def _rounded(x: Any, dtype: Any) -> Format:
     """``x`` as a Format with values of ``dtype``."""
     kind = value_type(dtype).numpy
-    if is_torch(x) or hasattr(x, "to_csr"):  # a matrix of ours, or its transpose
+    if hasattr(x, "to_csr"):  # a matrix of ours, or its transpose
         return as_format(x).astype(kind)
+    if is_torch(x):
+        return from_torch(x, dtype=kind)
     if hasattr(x, "tocsr") and hasattr(x, "format"):
         return from_scipy(x, dtype=kind)
     if isinstance(x, (list, tuple)) or (hasattr(x, "__array__") and not hasattr(x, "__cuda_array_interface__")):

@@ -17,7 +17,7 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, stable_order
-from ..errors import OrderError
+from ..errors import OrderError, UsageError
 from . import edges
 from .base import INDEX, VALUE, Format, RowChunks, array
 from .hooks import Counts
@@ -62,8 +62,12 @@ class CSR(Items, Format):
         return rows_of(self.indptr, self.nnz)
 
     def row_range(self, first: int, last: int) -> CSR:
-        """Rows first .. last-1. Validates a matrix that is not marked as validated."""
+        """Rows first .. last-1; UsageError unless 0 <= first <= last <= M. Validates a matrix that is not marked as
+        validated."""
         self.ensure_valid()  # the result is marked
+        if not 0 <= first <= last <= self.shape[0]:
+            message = f"csr: rows: expected 0 <= first <= last <= {self.shape[0]}, got {first} .. {last}"
+            raise UsageError(f"{message}; a[{first}:{last}] counts as slices do")
         lo, hi = int(self.indptr[first]), int(self.indptr[last])  # synchronize!
         return CSR.trusted(
             shape=(last - first, self.shape[1]),
@@ -149,8 +153,12 @@ class CSR(Items, Format):
         return self if bool(keep.all()) else self.only(keep)  # synchronize!
 
     def only(self, keep: Array) -> CSR:
-        """The items for which ``keep`` bool[nnz] is True, each with its bits. Validates the matrix first."""
+        """The items for which ``keep`` bool[nnz] is True, each with its bits. It validates first; UsageError for
+        another ``keep``."""
         self.ensure_valid()  # the result is marked
+        if keep.dtype != np.bool_ or keep.shape != self.data.shape:  # numpy would take integers for places
+            expected = f"bool of shape {self.data.shape}, one for each stored item"
+            raise UsageError(f"csr: keep: expected {expected}, got {keep.dtype} of shape {keep.shape}")
         kept_before = offsets_from_counts(keep.astype(np.int64))  # int64[nnz+1]: kept items before each
         indptr = kept_before[self.indptr]
         nnz = int(indptr[-1])  # synchronize!

@@ -168,9 +168,13 @@ def to_torch(f: Format) -> Any:
 Format.to_torch = to_torch
 
 
-def from_torch(t: Any) -> Format:
+def from_torch(t: Any, *, dtype: Any = None) -> Format:
     """A torch tensor in the layout it has: Dense (strided), CSR, CSC, COO or BSR. Duplicates are refused, and stored
-    zeros dropped."""
+    zeros dropped.
+
+    dtype: round the values to this type first, as ``rounded`` does; without it, other types than the value types are
+    refused.
+    """
     if not is_torch(t):
         raise UsageError(f"from_torch: expected a torch tensor, got {type(t).__name__}; use convert(x, 'csr')")
     import torch
@@ -178,18 +182,18 @@ def from_torch(t: Any) -> Format:
     if getattr(t, "BACKEND", "") in ("cutlass", "cusparselt"):
         raise UsageError("a SparseSemiStructuredTensor is read by interop.torch_semi_structured.from_semi_structured")
     if t.layout == torch.strided:
-        return Dense.from_dense(torch_to_array(t))
+        return Dense.from_dense(_torch_values(t, dtype))
     if t.layout == torch.sparse_coo:
         if t.dense_dim() or t.dim() != 2:
             raise UsageError(f"torch: expected a matrix without dense dimensions, got shape {tuple(t.shape)} with "
                              f"{t.dense_dim()} dense dimensions; use t.to_dense()")  # fmt: skip
         rows, cols = torch_to_array(t._indices())
-        return _from_coordinates(tuple(t.shape), rows, cols, torch_to_array(t._values())).without_zeros()
+        return _from_coordinates(tuple(t.shape), rows, cols, _torch_values(t._values(), dtype)).without_zeros()
     if t.layout not in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr):
         raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
     if t.dim() != 2 or t.dense_dim():
         raise UsageError(f"torch: expected one matrix, got {t.layout} of shape {tuple(t.shape)}; use t[i] of a batch")
-    data, shape = torch_to_array(t.values()), tuple(t.shape)
+    data, shape = _torch_values(t.values(), dtype), tuple(t.shape)
     if t.layout == torch.sparse_csc:
         indptr, indices = torch_to_array(t.ccol_indices()), torch_to_array(t.row_indices())
         return _compressed(CSC, shape, indptr, indices, data).canonical()
@@ -197,6 +201,12 @@ def from_torch(t: Any) -> Format:
     if t.layout == torch.sparse_bsr:
         return from_blocks(shape, indptr, indices, data)
     return _compressed(CSR, shape, indptr, indices, data).canonical()
+
+
+def _torch_values(t: Any, dtype: Any) -> Array:
+    """The array that shares the memory of a strided tensor, or its values rounded to ``dtype``."""
+    values = torch_to_array(t)
+    return values if dtype is None else rounded(values, dtype)
 
 
 def as_array(x: Any) -> Array:

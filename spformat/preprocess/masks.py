@@ -29,6 +29,7 @@ a few hundred MB.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -74,7 +75,7 @@ def magnitude_nm(w: Array | Dense, n: int, m: int, *, nonfinite: str = "refuse")
 
     UsageError for n or m out of range, StructureError for NaN or infinities.
     """
-    _check_nm(n, m)
+    n, m = _checked_nm(n, m)
     x = _values(w, nonfinite)
     mask = _by_edge(x, "dense:nm-mask", {"n": n, "m": m}, nonfinite)
     if mask is not None:
@@ -94,8 +95,8 @@ def magnitude_vector_nm(
     A vector is one column of the group; ``norm`` is "l2" or "l1". 1 <= n <= m <= 256, 1 <= vector_length <= 512.
     UsageError for a parameter out of range, StructureError for NaN or infinities. The pattern is NM-SpMM's.
     """
-    _check_nm(n, m)
-    _check_range("vector_length", vector_length, 512)
+    n, m = _checked_nm(n, m)
+    vector_length = _in_range("vector_length", vector_length, 512)
     _check_norm(norm)
     x = _values(w, nonfinite)
     params = {"n": n, "m": m, "vector_length": vector_length, "norm": norm}
@@ -122,8 +123,7 @@ def magnitude_blocks(
         R, C = blocksize
     except (TypeError, ValueError):
         raise UsageError(f"blocksize: expected two ints, got {blocksize!r:.80}", value=blocksize) from None
-    _check_range("blocksize[0]", R, 1024)
-    _check_range("blocksize[1]", C, 1024)
+    R, C = _in_range("blocksize[0]", R, 1024), _in_range("blocksize[1]", C, 1024)
     _check_norm(norm)
     x = _values(w, nonfinite)
     (M, K), xp = x.shape, namespace(x)
@@ -366,16 +366,22 @@ def _refuse_nonfinite(x: Array) -> None:
 
 
 def _kept(total: int, sparsity: float) -> int:
-    if isinstance(sparsity, (str, bytes)) or sparsity is None or not 0 <= sparsity <= 1:
+    try:
+        share = float(sparsity.__float__())  # numpy would round the product to the type of a float16 or float32
+    except (AttributeError, TypeError):  # None, text
+        share = math.nan
+    if not 0 <= share <= 1:
         raise UsageError(f"sparsity: expected a number in 0 .. 1, got {sparsity!r}", value=sparsity)
-    return total - round(sparsity * total)
+    return total - round(share * total)
 
 
-def _check_nm(n: int, m: int) -> None:
-    _check_range("m", m, 256)
-    _check_range("n", n, m)
+def _checked_nm(n: int, m: int) -> tuple[int, int]:
+    m = _in_range("m", m, 256)
+    return _in_range("n", n, m), m
 
 
-def _check_range(name: str, value: int, high: int) -> None:
+def _in_range(name: str, value: int, high: int) -> int:
+    """``value`` as an int of Python: sizes that are computed from one of numpy would overflow its few bits."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value <= high:
         raise UsageError(f"{name}: expected an int in 1 .. {high}, got {value!r}", value=value)
+    return int(value)
