@@ -201,13 +201,16 @@ def test_the_out_of_a_vector_is_a_vector(backend: str | None) -> None:
 
 def test_a_plan_ignores_nothing_that_it_is_given() -> None:
     """A plan for B=X, out_dtype="float64" wrote float32; out without B was not looked at."""
-    a = sf.convert(W, "csr")
-    for extra in ({"b_dtype": "float16"}, {"out_dtype": np.float64}, {"b_layout": "col"}, {"out_layout": "col"}):
-        with pytest.raises(sf.errors.UsageError, match=f"plan: .* expected no {next(iter(extra))} beside B"):
-            sf.plan(a, B=X, **extra)
+    a, out = sf.convert(W, "csr"), np.zeros((4, 3), np.float64)
+    assert sf.plan(a, B=X, out_dtype="float64")(X).dtype == np.float64
+    assert sf.plan(a, B=X, out_layout="col")(X).flags.f_contiguous
+    assert sf.plan(a, B=np.asfortranarray(X), out_layout="row")(np.asfortranarray(X)).flags.c_contiguous
+    assert sf.plan(a, B=X, out=out)(X).dtype == np.float64
+    for array, extra in (("B", {"b_dtype": "float16"}), ("B", {"b_layout": "col"}), ("out", {"out_layout": "col"})):
+        with pytest.raises(sf.errors.UsageError, match=f"plan: {array} has .* expected no {next(iter(extra))} beside"):
+            sf.plan(a, B=X, out=out, **extra)
     with pytest.raises(sf.errors.UsageError, match="plan: out: expected B beside it"):
-        sf.plan(a, n=3, out=np.zeros((4, 3), np.float64))
-    assert sf.plan(a, B=X, out=np.zeros((4, 3), np.float64))(X).dtype == np.float64
+        sf.plan(a, n=3, out=out)
 
 
 def test_the_dtype_of_the_c_of_a_plan() -> None:

@@ -177,13 +177,13 @@ def _linear(operation: str, x: Any, W: Format, bias: Any, alpha: float, beta: fl
 
 
 def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backend: str | None = None,
-         b_dtype: Any = None, b_layout: str = ROW, out_dtype: Any = None, out_layout: str = ROW,
+         b_dtype: Any = None, b_layout: str | None = None, out_dtype: Any = None, out_layout: str | None = None,
          epilogue: bool = False, workspace: int = WORKSPACE, unsafe: bool = False) -> Plan:  # fmt: skip
     """A plan for products with A (or A.T): ``p = plan(A, n=4096)``, then ``p(B)`` or ``p(B, out=C)`` many times.
 
     n: the number of columns to choose a kernel for; any number may be run, and the plan fits its launch to it. Give B
-    (and out) instead to copy their dtype and layout, without b_dtype, b_layout, out_dtype and out_layout; else B is
-    row-major in A's dtype.
+    (and out) instead to copy their dtype and layout, in place of b_dtype and b_layout (and out_dtype and out_layout);
+    else B is row-major in A's dtype.
     epilogue: ``p(B, out=C, alpha=.., beta=.., bias=..)`` (see ``spmm``); ``p.tile`` says if that is a pass of its own.
     workspace: most bytes for copies beside A, B and C: a dense copy of A or panels of it, a stored transpose, float32
     sums of a sum of matrices. 0 refuses kernels that need any. It does not limit what a kernel needs to run at all
@@ -191,24 +191,25 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     unsafe=True skips validation of A: only for arrays whose contents you have checked.
     """
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
+    of_out = {k: x for k, x in (("out_dtype", out_dtype), ("out_layout", out_layout)) if x is not None}
     if B is not None:
-        options = (("b_dtype", b_dtype, None), ("out_dtype", out_dtype, None), ("b_layout", b_layout, ROW),
-                   ("out_layout", out_layout, ROW))  # fmt: skip
-        beside = [name for name, value, usual in options if value != usual]
-        if beside:
-            raise UsageError(
-                f"plan: B and out have dtypes and layouts: expected no {beside[0]} beside B; leave one out"
-            )
-    elif out is not None:
-        raise UsageError("plan: out: expected B beside it; give B=.., or out_dtype= and out_layout= instead of out")
-    if B is not None:
+        of_b = {k: x for k, x in (("b_dtype", b_dtype), ("b_layout", b_layout)) if x is not None}
+        beside = [*((name, "B") for name in of_b), *((name, "out") for name in of_out if out is not None)]
+        for name, array in beside:
+            raise UsageError(f"plan: {array} has a dtype and a layout: expected no {name} beside it; leave one out")
         refuse_sparse("B", B)
         array, result = as_array(B), None if out is None else as_array(out)
         problem = operations.operation(operation).problem(A, array, result, epilogue, workspace)
+        if of_out:
+            problem = problem.changed(
+                **of_out | ({"out_dtype": _dtype_name(out_dtype)} if out_dtype is not None else {})
+            )
+    elif out is not None:
+        raise UsageError("plan: out: expected B beside it; give B=.., or out_dtype= and out_layout= instead of out")
     else:
         problem = problem_of(
-            A, 512 if n is None else n, operation, value_type(b_dtype or A.dtype).name, out_dtype, b_layout,
-            out_layout, epilogue, workspace,
+            A, 512 if n is None else n, operation, value_type(b_dtype or A.dtype).name, out_dtype, b_layout or ROW,
+            out_layout or ROW, epilogue, workspace,
         )  # fmt: skip
     return _plan_of(A, problem, backend_name(backend), unsafe)
 
