@@ -41,7 +41,7 @@ emulate: $(VENV)/test.stamp
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make torch
 TORCH_VENV  ?= .venv-torch
 # Those of spformat.torch and Hugging Face, and others that have a few tests with torch, which `make test` skips.
-TORCH_TESTS := $(wildcard tests/test_torch_*.py tests/test_hf_*.py) $(shell grep -l 'importorskip("torch' tests/test_*.py)
+TORCH_TESTS := $(wildcard tests/test_torch_*.py tests/test_hf_*.py) $(shell grep -l 'importorskip."torch' tests/test_*.py)
 TORCH_TESTS := $(sort $(TORCH_TESTS))
 torch:
 	@$(MAKE) --no-print-directory VENV=$(TORCH_VENV) $(TORCH_VENV)/torch-test.stamp
