@@ -14,7 +14,6 @@ from ..errors import FormatError, IntegrityError, SpformatError, StructureError,
 from ..formats.convert import convert
 from ..storage.descriptor import Record
 from ..storage.files import Path, member, sha256_of
-from ..storage.tensorfile import TensorFile
 from .manifest import MANIFEST, read_manifest
 from .official import opened_officially
 from .recipe import included
@@ -78,7 +77,7 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ch
         fmt = record.format.name if record.format else "plain"
         result = CheckResult(name, fmt, record.shape, record.dtype)
         try:
-            x = _read(f, record)
+            x = f.read(name)
         except FormatError as e:
             yield CheckResult(name, fmt, record.shape, record.dtype, e)
             continue
@@ -93,15 +92,6 @@ def validate_checkpoint(path: Path, checks: Checks | None = None) -> Iterator[Ch
             except StructureError as e:
                 result = replace(result, error=e, finding=True)
         yield result
-
-
-def _read(f: TensorFile, record: Record) -> Any:
-    """A tensor, read and checked. Of one whose type numpy lacks the bytes are, against their checksum, and not kept."""
-    if not record.only_bytes:
-        return f.read(record.name)
-    for _ in f.raw(record.name):
-        pass
-    return None
 
 
 def _compare(x: Any, expect: str) -> None:
