@@ -10,13 +10,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.library import ceil_div, power_of_two
+from ....arrays.library import ceil_div
 from ....products.ideal import cache_us, memory_us, rounds, stored_bytes
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import Device
 from ..runtime import jit, refusals
-from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, expected_way, steps_of, way_of
+from ..runtime.few_columns import ALONG_K, ALONG_N, SINGLE, column_tiles, expected_way, steps_of, way_of
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Bound, Launch, Operands
 from .spmm_bsr import C_TYPES, Arrays, arrays_of, index_types, sample_problem, zero_rows
@@ -66,12 +66,11 @@ def registers(p: Problem, tile: Tile) -> int:
 
 @functools.lru_cache(maxsize=256)
 def tiles_for(p: Problem) -> tuple[Tile, ...]:
-    """As wide as the columns need, to the next multiple of 8; lanes that load along a row take a power of two."""
-    n = min(max(p.n, 8), MAX_COLS)
-    column_tiles = ceil_div(n, 8) if p.b_layout == COL or p.n == 1 else power_of_two(n) // 8
+    """All tiles whose sums fit into shared memory, and whose threads have the registers they need."""
+    columns = column_tiles(p, MAX_COLS)
     ahead = (1,) if itemsize(p.a_dtype) == 2 else (2, 1)
     row_tiles = (1, 2) if p.p["blocksize"][0] % 32 == 0 else (1,)
-    some = (Tile(r, column_tiles, w, u) for w, r, u in itertools.product(WARPS, row_tiles, ahead))
+    some = (Tile(r, columns, w, u) for w, r, u in itertools.product(WARPS, row_tiles, ahead))
     return tuple(
         t for t in some
         if t.warps * t.rows * t.cols * 4 <= SUMS and registers(p, t) <= min(255, 65536 // (32 * t.warps))

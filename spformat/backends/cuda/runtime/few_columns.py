@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from ....arrays.library import ceil_div, power_of_two
 from ....products.ideal import b_alignment
 from ....products.problem import COL, LINE, Problem, itemsize
 
 SINGLE, ALONG_K, ALONG_N = "SINGLE", "ALONG_K", "ALONG_N"
 """Element by element, several values of a column, several values of a row; names in C++ as well."""
+
+
+def column_tiles(p: Problem, most: int) -> int:
+    """Fragments of 8 columns of a tile that holds the columns of B, ``most`` columns at most: to the next multiple of 8
+    where B is read along K, else to a power of two, as lanes that read along a row need it."""
+    n = min(max(p.n, 8), most)
+    return ceil_div(n, 8) if p.b_layout == COL or p.n == 1 else power_of_two(n) // 8
 
 
 def way_of(size: int, several: int, columns: int, address: int, n: int, k_step: int, n_step: int) -> str:

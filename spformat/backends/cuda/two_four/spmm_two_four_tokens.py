@@ -7,12 +7,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from ....arrays.library import ceil_div, power_of_two
+from ....arrays.library import ceil_div
 from ....products.ideal import b_alignment, load_us, memory_us, rounds
 from ....products.kernel import spmm_of
 from ....products.problem import COL, Problem, itemsize
 from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit, token_sums
+from ..runtime.few_columns import column_tiles
 from ..runtime.kernel import CudaKernel, Prepared
 from ..runtime.launch import Launch
 from .spmm_two_four import DEPTH, RECORD, c_type, mma_reasons
@@ -106,10 +107,7 @@ class SpmmTwoFourTokens(CudaKernel):
         return mma_reasons(p, 80) + [f"takes at most {MAX_COLS} columns, got up to {p.n}"] * (p.n > MAX_COLS)
 
     def options(self, p: Problem) -> tuple[Tile, ...]:
-        """As wide as the columns need, to the next multiple of 8; lines of a row-major slab are a power of two."""
-        n = min(max(p.n, 8), MAX_COLS)
-        column_tiles = ceil_div(n, 8) if p.b_layout == COL or p.n == 1 else power_of_two(n) // 8
-        return tiles(p.M, p.K, column_tiles, device_of(p), shared_limit(p.sm))
+        return tiles(p.M, p.K, column_tiles(p, MAX_COLS), device_of(p), shared_limit(p.sm))
 
     def variant(self, p: Problem, tile: Tile) -> tuple[str, ...]:
         """By layout of B: a column-major B is read along K, and so is a vector in either layout."""
