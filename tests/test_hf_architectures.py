@@ -62,12 +62,12 @@ LINEAR_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("made", LINEAR_LAYERS)
-def test_results_are_those_of_the_masked_model(made: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", LINEAR_LAYERS)
+def test_results_are_those_of_the_masked_model(build: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, inputs = made()
+    model, inputs = build()
     model.save_pretrained(tmp_path / "dense")
-    recipe = Recipe("keep", (Rule(LINEAR_LAYERS[made], "bitmask"),), prune="magnitude", sparsity=0.5)
+    recipe = Recipe("keep", (Rule(LINEAR_LAYERS[build], "bitmask"),), prune="magnitude", sparsity=0.5)
     convert_checkpoint(tmp_path / "dense", tmp_path / "packed", recipe, layout="transformers")
     convert_checkpoint(tmp_path / "packed", tmp_path / "masked", "dense")
     model, info = type(model).from_pretrained(tmp_path / "packed", output_loading_info=True)
@@ -172,11 +172,11 @@ TIED = {bert: "cls.predictions.decoder", t5: "lm_head", tied: "lm_head"}
 
 
 @pytest.mark.parametrize("of", ["spformat.hf", "from_pretrained", "spformat.torch"])
-@pytest.mark.parametrize("made", TIED)
-def test_a_sparse_head_is_not_tied_again(made: Any, of: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", TIED)
+def test_a_sparse_head_is_not_tied_again(build: Any, of: str, tmp_path: Path) -> None:
     """BERT ties a bias, too, and T5 its embeddings, so that transformers looks again at what is tied."""
     torch.manual_seed(0)
-    (model, inputs), head = made(), TIED[made]
+    (model, inputs), head = build(), TIED[build]
     sparsify = st.sparsify if of == "spformat.torch" else hf.sparsify
     sparsify(model, f"{head}.weight=bitmask", prune=True, sparsity=0.5)
     if of == "from_pretrained":
@@ -188,9 +188,9 @@ def test_a_sparse_head_is_not_tied_again(made: Any, of: str, tmp_path: Path) -> 
         model.resize_token_embeddings(SIZES["vocab_size"])
         assert torch.equal(model(**inputs)[0], y)
     assert type(model.get_submodule(head)) is SparseLinear
-    if made is bert:
+    if build is bert:
         assert model.cls.predictions.decoder.bias is model.cls.predictions.bias
-    if made is t5:
+    if build is t5:
         assert model.encoder.embed_tokens.weight is model.shared.weight
     hf.save_pretrained(model, tmp_path / "again")
     with torch.no_grad():

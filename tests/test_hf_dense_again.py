@@ -59,9 +59,9 @@ def is_dense_folder(folder: Path) -> bool:
 
 
 @pytest.mark.parametrize("way", ["densify", "dequantize"])
-@pytest.mark.parametrize("made", [in_memory, from_folder, while_loading])
-def test_transformers_saves_it_as_a_model_that_never_was_sparse(made: Any, way: str, tmp_path: Path) -> None:
-    model = made(tmp_path)
+@pytest.mark.parametrize("build", [in_memory, from_folder, while_loading])
+def test_transformers_saves_it_as_a_model_that_never_was_sparse(build: Any, way: str, tmp_path: Path) -> None:
+    model = build(tmp_path)
     if way == "densify":
         assert len(st.densify(model)) == 14
     else:
@@ -80,10 +80,10 @@ def test_transformers_saves_it_as_a_model_that_never_was_sparse(made: Any, way: 
     assert torch.allclose(logits(load(tmp_path / "sparse")), logits(again), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("made", [in_memory, from_folder])
-def test_a_model_whose_layers_were_made_dense_one_by_one_is_saved_as_a_dense_model(made: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [in_memory, from_folder])
+def test_a_model_whose_layers_were_made_dense_one_by_one_is_saved_as_a_dense_model(build: Any, tmp_path: Path) -> None:
     """Nobody tells the model then."""
-    model = made(tmp_path)
+    model = build(tmp_path)
     st.densify(model.model.layers)
     assert count(model) == 0
     for i, save in enumerate([model.save_pretrained, lambda folder: hf.save_pretrained(model, folder)]):

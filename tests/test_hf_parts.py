@@ -71,10 +71,10 @@ PARTS = {
 
 
 @pytest.mark.parametrize("in_memory", [False, True])
-@pytest.mark.parametrize(("made", "name", "rule"), PARTS.values(), ids=PARTS)
-def test_a_part_of_a_model_saves_itself(made: Any, name: str, rule: str, in_memory: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("build", "name", "rule"), PARTS.values(), ids=PARTS)
+def test_a_part_of_a_model_saves_itself(build: Any, name: str, rule: str, in_memory: bool, tmp_path: Path) -> None:
     """transformers would write arrays that it does not read again, and draw random numbers for the weights."""
-    model = sparsified(made(), rule) if in_memory else loaded(made(), rule, tmp_path / "whole")
+    model = sparsified(build(), rule) if in_memory else loaded(build(), rule, tmp_path / "whole")
     part = model.get_submodule(name)
     part.save_pretrained(tmp_path / "part")
     again, info = transformers.AutoModel.from_pretrained(tmp_path / "part", output_loading_info=True)
@@ -95,12 +95,12 @@ def test_transformers_alone_does_not_load_a_part(tmp_path: Path) -> None:
     assert GUARD in done.stderr.strip().splitlines()[-1], done.stderr[-500:]
 
 
-@pytest.mark.parametrize(("made", "name", "rule"), [(encoder_decoder, "encoder", "re:decoder.*query=csr"),
+@pytest.mark.parametrize(("build", "name", "rule"), [(encoder_decoder, "encoder", "re:decoder.*query=csr"),
                                               (llama, "model", "lm_head.weight=csr")])  # fmt: skip
 def test_a_part_without_sparse_layers_is_saved_as_a_dense_model(
-    made: Any, name: str, rule: str, tmp_path: Path
+    build: Any, name: str, rule: str, tmp_path: Path
 ) -> None:
-    model = loaded(made(), rule, tmp_path / "whole")
+    model = loaded(build(), rule, tmp_path / "whole")
     model.get_submodule(name).save_pretrained(tmp_path / "part")
     assert (tmp_path / "part" / "model.safetensors").exists()
     assert "quantization_config" not in json.loads((tmp_path / "part" / "config.json").read_text())
