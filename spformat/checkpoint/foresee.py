@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import LimitError, StructureError, UsageError
-from ..formats.dense import Dense
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
 from .entry_names import check_entries
-from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts, writes_dense
+from .recipe import ERROR, KEEP, Recipe, needs_counts, writes_dense
 from .shard_input import Progress, read
 from .source import open_source
 from .stacks import StackedFile, expanded, is_stack, matrices_of, resolved, stacked_outcome
@@ -50,14 +49,16 @@ def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOu
     if plan.target != KEEP:
         x = read(f, plan)
         try:
-            if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
-                x = dense_of(x)
-                if recipe.prune:
-                    whole, x = x, prune(x, plan.target, recipe)
-                    lost = loss(whole, x)
+            if recipe.prune:
+                whole = dense_of(x)
+                x = prune(whole, plan.target, recipe)
+                lost = loss(whole, x)
         except (LimitError, StructureError) as e:
             raise e.at(path=f.path, tensor=plan.name) from None
-    outcome = foresee(plan, x, recipe)
+    try:
+        outcome = foresee(plan, x, recipe)
+    except LimitError as e:
+        raise e.at(path=f.path, tensor=plan.name) from None
     return outcome if outcome.target == KEEP else replace(outcome, **lost)
 
 

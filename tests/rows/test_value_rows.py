@@ -71,6 +71,7 @@ def test_A14_stored_zeros_are_kept_and_counted(folder: Path) -> None:
         with unharmed(folder, but=out.name):
             told = json.loads(command("convert", path, out, "--to", target, "--json").out)["tensors"][0]
         assert (told["dropped_zeros"], told["nnz"]) == (4, 16)
+        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
         assert np.array_equal(bits(sf.load(out)["w"].to_dense()), bits(a.without_zeros().to_dense()))
 
 
@@ -285,6 +286,32 @@ def test_A46_lost_minus_zeros_are_counted(folder: Path) -> None:
     assert told["negative_zeros"] == 5
     with unharmed(folder):
         assert command("diff", path, out).code == 0
+    sf.save(path, {"w": sf.Dense.from_dense(w)}, overwrite=True)  # as one tensor of a packed checkpoint may be stored
+    for target in ("csr", "bitmask", "auto"):
+        with unharmed(folder, but=out.name):
+            told = json.loads(command("convert", path, out, "--to", target, "--force", "--json").out)["tensors"][0]
+        assert told["negative_zeros"] == 5
+        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
+
+
+def test_A46_minus_zeros_that_stay_are_not_counted_as_lost(folder: Path) -> None:
+    w = small("float32")
+    w[0, :4] = 1  # not 2:4
+    w[1, :5] = -0.0
+    path = folder / "in.safetensors"
+    out = folder / "out.safetensors"
+    sf.save_dense(path, {"w": w, "v": w})
+    for flags in (["--to", "dense", "--rule", "v=csr"], ["--to", "dense"], ["--to", "two-four", "--misfit", "keep"]):
+        tables = [
+            command("plan", path, *flags, "--json").out,
+            command("convert", path, out, *flags, "--force", "--json").out,
+        ]
+        for table in tables:
+            told = {t["name"]: t for t in json.loads(table)["tensors"]}
+            assert "negative_zeros" not in told["w"]
+            assert told["v"].get("negative_zeros", 0) == (5 if told["v"]["target"] == "csr" else 0)
+        back: Any = sf.open(out)["w"]
+        assert np.array_equal(bits(back.data if isinstance(back, sf.Dense) else back), bits(w))
 
 
 def test_A47_nan_and_magnitude(folder: Path) -> None:
