@@ -13,6 +13,7 @@ from ..errors import StructureError, UsageError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
 from ..formats.convert import convert
+from ..formats.dense import Dense
 from ..formats.hooks import Pattern
 from ..limits import product
 from ..preprocess import masks
@@ -163,7 +164,7 @@ def counted(
     x: the matrix in a sparse format. Of a dense one only ``counts`` matter: its nonzeros, and its elements that are
     -0.0.
     """
-    if isinstance(x, Format):
+    if isinstance(x, Format) and not isinstance(x, Dense):
         zeros = x.stored_zeros
         dropped = 0 if fmt.keeps_stored_zeros else zeros
         return replace(outcome, nnz=x.count_nonzeros() + zeros - dropped if zeros else x.nnz, dropped_zeros=dropped)
