@@ -51,7 +51,7 @@ def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOu
         try:
             if recipe.prune:
                 whole = dense_of(x)
-                x = prune(whole, plan.target, recipe)
+                x = prune(whole, plan.pruned_for, recipe)
                 lost = loss(whole, x)
         except (LimitError, StructureError) as e:
             raise e.at(path=f.path, tensor=plan.name) from None

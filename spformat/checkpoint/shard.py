@@ -242,7 +242,9 @@ def _put(
         fmt, given = parse_spec(s.outcome.target)
         try:
             x = read(task.f, s.plan, task.device) if values is None else values
-            if outcome.norm and outcome.nnz is not None and not needs_counts(s.plan.target):  # what it takes is known
+            if (
+                outcome.norm and outcome.nnz is not None and not needs_counts(s.plan.pruned_for)
+            ):  # what it takes is known
                 matrix = prune_into(dense_of(x), s.outcome.target, task.recipe)
             else:
                 x, lost = task.pruned(x, s.plan, known=bool(outcome.norm))

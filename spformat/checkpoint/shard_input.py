@@ -55,7 +55,7 @@ class ShardTask:
             return x, {}
         dense = dense_of(x)
         try:
-            left = prune(dense, plan.target, self.recipe)
+            left = prune(dense, plan.pruned_for, self.recipe)
         except StructureError as e:
             raise e.at(path=self.f.path, tensor=plan.name) from None
         return left, {} if known else loss(dense, left)

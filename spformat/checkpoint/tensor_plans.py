@@ -35,6 +35,13 @@ class TensorPlan:
     target: str
     """"keep", "auto", "fastest" or a format text."""
     why: str
+    chosen_by: str = ""
+    """The "auto" or "fastest" that has led to ``target``, for all matrices of a stack."""
+
+    @property
+    def pruned_for(self) -> str:
+        """The target whose pattern ``prune`` takes: not that of a format which was chosen by what pruning leaves."""
+        return self.chosen_by or self.target
 
     @property
     def shape(self) -> tuple[int, ...]:
