@@ -6,7 +6,9 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from ..arrays.dtypes import value_type
 from ..errors import LimitError, StructureError, UsageError
+from ..limits import product
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
 from .entry_names import check_entries
@@ -35,13 +37,22 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
         except UsageError as e:
             raise e.at(path=path) from None
     for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
-        out.append(_foresee_stack(f, plan, recipe) if is_stack(plan) else _foresee_tensor(f, plan, recipe))
+        if plan.target == KEEP and plan.record.format is not None and writes_dense(recipe):
+            out.append(_decoded(plan))
+        else:
+            out.append(_foresee_stack(f, plan, recipe) if is_stack(plan) else _foresee_tensor(f, plan, recipe))
         if progress:
             progress(out[-1])
     outcomes = {o.name: o for o in out}
     for path, of_shard in by_shard.items():
         check_entries(path, [(plan, outcomes[plan.name]) for plan in of_shard])
     return tuple(out)
+
+
+def _decoded(plan: TensorPlan) -> TensorOutcome:
+    """The outcome of a sparse tensor that the recipe keeps, in a dense checkpoint: nothing is sparse there."""
+    size = product(*plan.shape, value_type(plan.record.dtype).numpy.itemsize)
+    return replace(kept(plan), target="dense", bytes_out=size)
 
 
 def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOutcome:
