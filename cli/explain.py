@@ -63,7 +63,7 @@ def run(
 
     workspace = WORKSPACE if max_workspace == "" else parse_bytes(max_workspace)
     sm, board = (None, "") if gpu in ("", "cpu") else gpus.architecture(gpu)
-    if board:
+    if board and not as_json:  # then stderr has errors alone
         notes().print(f"{gpu} is sm_{sm}")
     # the board that was named, or the first of its architecture
     known = roofline.known_device(board, sm)

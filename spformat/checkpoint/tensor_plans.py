@@ -190,8 +190,9 @@ def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: R
     try:
         if isinstance(x, Format):  # converted without decoding it: a dense graph might not fit into memory
             base, dense, counts = replace(base, nnz=x.nnz), product(*x.shape, x.dtype.itemsize), (0, 0)
-            fmt, given = parse_spec(resolve_target(plan, dense_of(x) if plan.target == AUTO else x))
-            target, size = spec_text(fmt, fmt.resolve_params(given)), convert(x, fmt, **given).nbytes
+            target = resolve_target(plan, dense_of(x) if plan.target == AUTO else x)
+            fmt, given = parse_spec(target)
+            size = convert(x, fmt, **given).nbytes
         else:
             structure = analyse(x)
             base, dense = replace(base, nnz=structure.nnz), structure.dense_bytes

@@ -73,6 +73,9 @@ def test_A14_stored_zeros_are_kept_and_counted(folder: Path) -> None:
         assert (told["dropped_zeros"], told["nnz"]) == (4, 16)
         assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
         assert np.array_equal(bits(sf.load(out)["w"].to_dense()), bits(a.without_zeros().to_dense()))
+    sf.save(path, {"w": a, "empty": sf.CSR.from_dense(np.zeros((16, 16), np.float32))}, overwrite=True)
+    tables = [command(*args, "--json").out for args in (("convert", path, folder / "auto"), ("plan", path))]
+    assert json.loads(tables[0])["tensors"] == json.loads(tables[1])["tensors"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
