@@ -214,7 +214,7 @@ def _bytes_in(o: Any, target: str) -> int | None:
     from spformat.formats import by_name
 
     matrix = len(o.shape) in (2, 3) and o.dtype in VALUE_TYPES
-    if o.nnz is None and (not matrix or o.target == "keep"):
+    if o.target == "keep" or (o.nnz is None and not matrix):
         return int(o.bytes_in)
     if o.nnz is None and target != "dense":
         return None
