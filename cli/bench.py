@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from . import calibration, completion
+from . import calibration, completion, plots
 from .inspect import structure_of
 from .matrices import no_matrix
 from .options import Include, Json, Src
@@ -206,14 +206,13 @@ def _matrices(src: str, include: list[str] | None, limit: int, say: Callable[[st
 
 def _check_plot(path: str) -> None:
     """UsageError or OutputError, before the measurement, if the plot could not be written after it."""
-    from spformat.errors import OutputError, UsageError
+    from spformat.errors import UsageError
 
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install 'spformat[plot]'")
     if not path.lower().endswith(".png"):
         raise UsageError(f"--plot: expected a name in .png, got {path!r}")
-    if not os.access(os.path.dirname(path) or ".", os.W_OK):
-        raise OutputError("--plot: cannot write into the folder", path=path)
+    plots.check(path)
 
 
 def _plot(rows: list[dict[str, Any]], path: str) -> None:
@@ -229,9 +228,9 @@ def _plot(rows: list[dict[str, Any]], path: str) -> None:
         bars = [r for r in rows if (r["tensor"], r["N"]) == (tensor, width) and r["cold_us"] is not None]
         names = [r["name"] for r in bars]
         axis.barh(names, [r["cold_us"] for r in bars], color=["tab:gray" if r["peer"] else "tab:blue" for r in bars])
-        axis.set_title(f"{tensor}, N = {width}", fontsize=9)
+        axis.set_title(f"{cell(tensor)}, N = {width}", fontsize=9, parse_math=False)  # a $ in a name begins no formula
         axis.invert_yaxis()
         axis.tick_params(labelsize=7)
     axes[-1, 0].set_xlabel("microseconds, cold cache (lower is better)")
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    plots.publish_figure(path, figure, dpi=150)

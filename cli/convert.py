@@ -292,10 +292,10 @@ def _only_matrix(src: str, dst: str, include: list[str] | None, exclude: list[st
     source = open_source(src)
     plans = plan_tensors(source, Recipe(include=tuple(include or ()), exclude=tuple(exclude or ())))
     matrices = [plan for plan in plans if plan.target != "keep"]
-    if len(matrices) != 1:
+    if len(matrices) != 1 or len(matrices[0].shape) != 2:
         names = ", ".join(cell(plan.name) for plan in matrices[:4]) + (", .." if len(matrices) > 4 else "")
-        kind = os.path.splitext(dst)[1]
-        message = f"a {kind} file holds one matrix, got {len(matrices)} ({names or 'no 2-D tensor of numbers'})"
+        kind, got = os.path.splitext(dst)[1], str(len(matrices)) if len(matrices) != 1 else "a stack of them"
+        message = f"a {kind} file holds one matrix, got {got} ({names or 'no 2-D tensor of numbers'})"
         raise UsageError(f"{message}; choose one with --include NAME, or name a folder as DST", path=src)
     with source.open(matrices[0].shard) as f:
         return matrices[0].name, as_format(f.read(matrices[0].name))
@@ -305,12 +305,14 @@ def _matrix(
     src: str, name: str, a: Any, dst: str, to: str, values: str, force: bool, dry_run: bool, as_json: bool
 ) -> None:
     """Convert one matrix into a container, where it has this name, or into a matrix file."""
-    from spformat import save, save_dense
+    from spformat import Dense, save, save_dense
     from spformat.checkpoint.fastest import is_fastest, resolved
     from spformat.checkpoint.matrix_file import is_matrix
+    from spformat.checkpoint.tensor_plans import TensorOutcome, counted
     from spformat.errors import LimitError, StructureError, UsageError
     from spformat.formats.convert import convert
     from spformat.interop.matrix_output import target_of, write_matrix
+    from spformat.preprocess.structure import count_nonzeros
 
     if not is_matrix(dst) and not dst.endswith(".safetensors"):
         raise UsageError(
@@ -336,13 +338,22 @@ def _matrix(
     else:
         write = save_dense if to == "dense" else save
         write(dst, {name: converted}, overwrite=force)
+    o = TensorOutcome(name, target, "", converted.shape, converted.dtype.name, a.nbytes, converted.nbytes)
+    o = counted(o, type(converted), a, count_nonzeros(a.data) if isinstance(a, Dense) else (0, 0))
     if as_json:
-        sizes = {"bytes_in": a.nbytes, "bytes_out": converted.nbytes}
-        print_json(
-            {"name": name, "target": target, "shape": list(converted.shape), **sizes, "path": None if dry_run else dst}
-        )
+        tree = {
+            "name": name,
+            "target": target,
+            "shape": list(o.shape),
+            "bytes_in": o.bytes_in,
+            "bytes_out": o.bytes_out,
+        }
+        lost = {"negative_zeros": o.negative_zeros, "dropped_zeros": o.dropped_zeros}
+        print_json(tree | {k: n for k, n in lost.items() if n} | {"path": None if dry_run else dst})
     else:
+        zeros = plan.note([o])
         summary().print(
-            f"{cell(name)}: {a.name} {size(a.nbytes)} -> {target} {size(converted.nbytes)}"
+            f"{cell(name)}: {a.name} {size(o.bytes_in)} -> {target} {size(o.bytes_out)}"
             + ("" if dry_run else f" in {dst}")
+            + (f"; {zeros}" if zeros else "")
         )

@@ -13,7 +13,7 @@ import typer
 
 from . import completion, gpus
 from .groups import grouped, together, without_numbers
-from .hints import hint
+from .hints import hint, words_of
 from .matrices import no_matrix
 from .options import Include, Json, Long, Src, parse_bytes
 from .output import console, indented, notes, print_json
@@ -63,7 +63,7 @@ def run(
 
     workspace = WORKSPACE if max_workspace == "" else parse_bytes(max_workspace)
     sm, board = (None, "") if gpu in ("", "cpu") else gpus.architecture(gpu)
-    if board:
+    if board and not as_json:  # then stderr has errors alone
         notes().print(f"{gpu} is sm_{sm}")
     # the board that was named, or the first of its architecture
     known = roofline.known_device(board, sm)
@@ -101,7 +101,9 @@ def run(
     _print(out, long)
     if any(e.problem.operands[0].format == "dense" for _, e, _ in out):
         words = ["spformat", "recommend", typed(src), "-n", ",".join(map(str, widths))]
-        hint(shlex.join([*words, *(["--device", board] if board else [])]))
+        words += ["--device", board] if board else []
+        words += ["--b-layout", b_layout] if b_layout != "row" else []
+        hint(shlex.join([*words, *words_of(include)]))
     if left_out and sm is None:
         text = (
             f"{len(left_out)} kernels for GPUs are left out: --gpu H100 asks about a GPU, --long says why they refuse"

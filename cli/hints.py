@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 
 from .output import notes
 from .pipe import typed
@@ -20,6 +21,11 @@ def hint(command: str) -> None:
 def was_given(flag: str) -> bool:
     """Whether an option was typed, with its value beside it or after a "="."""
     return any(word == flag or word.startswith(f"{flag}=") for word in sys.argv)
+
+
+def words_of(include: Sequence[str] | None) -> list[str]:
+    """The options that choose the same tensors again."""
+    return [word for pattern in include or () for word in ("--include", pattern)]
 
 
 def again(flag: str, *values: str) -> str:

@@ -42,7 +42,8 @@ class _Plain(Console):
         if len(objects) == 1 and isinstance(objects[0], Rows):
             rows = objects[0]
             if rows.row_count > MANY:
-                rows.write_to(self.file)
+                if not self.quiet:  # Rich, which heeds it, does not see such a table
+                    rows.write_to(self.file)
                 return
             if not rows.fits(self.width):
                 for line in rows.stacked(self.width):

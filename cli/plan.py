@@ -136,7 +136,7 @@ def show(outcomes: Any, as_json: bool, long: bool, out: Console, **extra: Any) -
         style = "red" if o.error else "yellow" if o.larger_than_dense else None
         t.add_row(
             group.label, "x".join(map(str, o.shape)), o.dtype, together([_zeros(o) for o in group.rows]), o.target,
-            size(old), size(new), "" if new is None or not old else f"{new / old:.2f}x", _note(group.rows), style=style,
+            size(old), size(new), "" if new is None or not old else f"{new / old:.2f}x", note(group.rows), style=style,
         )  # fmt: skip
     out.print(t)
     if len(fits) == len(outcomes):
@@ -175,7 +175,7 @@ def _zeros(o: Any) -> str:
     return f"{100 * (1 - o.nnz / elements):.1f} %" if o.nnz is not None and elements else ""
 
 
-def _note(group: Sequence[Any]) -> str:
+def note(group: Sequence[Any]) -> str:
     """What is to be said of the tensors of a line. Of several refusals, the first."""
     o = group[0]
     why = reason(o.why for o in group) if o.target == "keep" and o.why.startswith("kept") else o.why
@@ -214,7 +214,7 @@ def _bytes_in(o: Any, target: str) -> int | None:
     from spformat.formats import by_name
 
     matrix = len(o.shape) in (2, 3) and o.dtype in VALUE_TYPES
-    if o.nnz is None and (not matrix or o.target == "keep"):
+    if o.target == "keep" or (o.nnz is None and not matrix):
         return int(o.bytes_in)
     if o.nnz is None and target != "dense":
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ def check(path: str) -> None:
     import importlib.util
 
     from spformat.errors import OutputError, UsageError
+    from spformat.storage.output import check_target
 
     if not path.lower().endswith((".png", ".html")):
         raise UsageError(f"--plot: expected a name in .html or .png, got {path!r}")
@@ -28,6 +30,7 @@ def check(path: str) -> None:
         raise UsageError("--plot: a .png needs matplotlib: pip install 'spformat[plot]'; a .html does not")
     if not os.access(os.path.dirname(path) or ".", os.W_OK):
         raise OutputError("--plot: cannot write into the folder", path=path)
+    check_target(path, overwrite=True)
 
 
 def write(path: str, title: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -108,7 +111,8 @@ def _png(path: str, rows: Sequence[dict[str, Any]]) -> None:
         if row["picture"][0].size:
             first.imshow(row["picture"][0], cmap="Blues", aspect="auto", extent=(0, K, M, 0), interpolation="nearest")
         shape, share = "x".join(map(str, row["shape"])), 100 * row["density"]
-        first.set_title(f"{cell(row['name'])}  {shape} {row['dtype']}, {share:.2f} % nonzeros", fontsize=8)
+        title = f"{cell(row['name'])}  {shape} {row['dtype']}, {share:.2f} % nonzeros"
+        first.set_title(title, fontsize=8, parse_math=False)  # a $ in a name begins no formula
         for axis, (title, bars) in zip(others, charts(row), strict=True):
             axis.barh([label for label, _, _ in bars], [n for _, n, _ in bars], color="#3a6ea5")
             axis.invert_yaxis()
@@ -116,5 +120,14 @@ def _png(path: str, rows: Sequence[dict[str, Any]]) -> None:
         for axis in (first, *others):
             axis.tick_params(labelsize=6)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    publish_figure(path, figure, dpi=120)
     plt.close(figure)
+
+
+def publish_figure(path: str, figure: Any, dpi: int) -> None:
+    """Write a figure of matplotlib as a PNG, as every output is written: complete, or not there at all."""
+    from spformat.storage.output import publish
+
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=dpi)
+    publish(path, picture.getvalue(), overwrite=True)

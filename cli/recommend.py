@@ -10,7 +10,7 @@ import typer
 
 from . import completion, gpus
 from .groups import grouped, together, without_numbers
-from .hints import hint
+from .hints import hint, words_of
 from .matrices import each_matrix
 from .options import Include, Json, Src, parse_bytes, value_dtype
 from .output import console, indented, print_json
@@ -77,11 +77,13 @@ def run(
         print_json({"path": typed(src), "tensors": [{"name": name} | r.to_json() for name, r in rows]})
         return
     _print(rows, long)
-    if any(r[0].format != "dense" for _, r in rows):
+    if b_layout in ("row", "col") and any(r[0].format != "dense" for _, r in rows):  # layouts that a target may name
         columns = ",".join(map(str, widths))
-        stated = [f"fastest:objective={objective}" if objective != "time" else "fastest", "-n", columns]
-        words = ["spformat", "plan", typed(src), "--to", *stated, *(() if device == "H200" else ("--gpu", device))]
-        hint(shlex.join(words))
+        stated = {"objective": objective, "b_layout": b_layout}
+        usual = {"objective": "time", "b_layout": "row"}
+        target = ",".join(f"{key}={value}" for key, value in stated.items() if value != usual[key])
+        words = ["spformat", "plan", typed(src), "--to", f"fastest:{target}" if target else "fastest", "-n", columns]
+        hint(shlex.join([*words, *(() if device == "H200" else ("--gpu", device)), *words_of(include)]))
 
 
 def _print(rows: list[Row], long: bool) -> None:

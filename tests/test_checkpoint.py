@@ -96,6 +96,18 @@ def test_there_and_back(source: Path, target: str, tmp_path: Path) -> None:
         assert all(v.error is None for v in validate_checkpoint(tmp_path / "packed", Checks(checksums=True)))
 
 
+def test_a_dense_checkpoint_has_nothing_sparse_and_plan_says_so(tmp_path: Path) -> None:
+    w = np.eye(32, 48, dtype=np.float32)
+    sf.save(tmp_path / "in.safetensors", {"a": sf.convert(w, "csr"), "s": sf.stack([w, w], "bitmask"), "v": w[0]})
+    recipe = Recipe(to="dense", exclude=("a", "s"))
+    report = convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", recipe)
+    for outcomes in (report.outcomes, foresee_checkpoint(tmp_path / "in.safetensors", recipe)):
+        sizes = {o.name: (o.target, o.bytes_out) for o in outcomes if o.name != "v"}
+        assert sizes == {"a": ("dense", w.nbytes), "s": ("dense", 2 * w.nbytes)}
+    with sf.open(tmp_path / "out") as checkpoint:
+        np.testing.assert_array_equal(checkpoint["s"], np.stack([w, w]))
+
+
 def test_a_dense_checkpoint_has_the_names_and_the_index_loaders_want(tmp_path: Path) -> None:
     source = FIXTURES / "sharded"
     convert_checkpoint(source, tmp_path / "packed", "auto")

@@ -115,6 +115,9 @@ def test_a_plot_that_cannot_be_drawn_is_told_before_anything_is_measured(
         bench.run(str(DIGITS), plot="a.pdf")
     with pytest.raises(sf.errors.OutputError, match=r"nowhere/a\.png: --plot: cannot write into the folder"):
         bench.run(str(DIGITS), plot=str(tmp_path / "nowhere" / "a.png"))
+    (tmp_path / "a.png").mkdir()
+    with pytest.raises(sf.errors.OutputError, match=r"a\.png: target: expected a regular file, got a folder"):
+        bench.run(str(DIGITS), plot=str(tmp_path / "a.png"))
 
 
 @pytest.mark.parametrize("gpu", ["sm_99", "sm_80a", "130", "sm_90b", "sm_090"])

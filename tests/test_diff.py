@@ -56,3 +56,15 @@ def test_a_nan_that_is_no_value_of_a_matrix_equals_itself(tmp_path: Path) -> Non
     sf.save_dense(tmp_path / "b.safetensors", other)
     differ = {name: d for name, d in diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors") if d}
     assert {name: (d.count, d.index) for name, d in differ.items()} == {"scales": (2, (0,)), "waves": (1, (0,))}
+
+
+def test_nan_of_different_bits_are_told_apart(tmp_path: Path) -> None:
+    one = np.array([[0, 0x7FC0], [0x3F80, 0]], np.uint16)
+    other = one.copy()
+    other[0, 1] = 0xFFC1
+    for name, raw in (("a", one), ("b", other)):
+        w = raw.view(ml_dtypes.bfloat16)
+        sf.save(tmp_path / f"{name}.safetensors", {"plain": w, "sparse": sf.convert(w, "csr")})
+    for _, d in diff_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors"):
+        assert d is not None
+        assert d.what == "1 of 4 elements differ, first at [0, 1]: nan (0x7fc0) against nan (0xffc1)"

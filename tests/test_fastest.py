@@ -91,6 +91,22 @@ def test_the_command_as_typed(model: Path, tmp_path: Path) -> None:
     assert sf.load(tmp_path / "one.safetensors")["layers.0.up.weight"].name == "two-four"
 
 
+def test_the_next_command_asks_the_same(model: Path) -> None:
+    for device in ("H200", "cpu"):
+        asked = ["-n", "8", "--b-layout", "col", "--include", "*.up.*", "--device", device]
+        answer = command("recommend", model, *asked)
+        hint = shlex.split(next(line for line in answer.err.splitlines() if line.startswith("hint: spformat plan")))
+        recommended = json.loads(command("recommend", model, *asked, "--json").out)["tensors"]
+        planned = json.loads(command(*hint[2:], "--json").out)["tensors"]
+        first = {t["name"]: t["recommendations"][0]["format"] for t in recommended}
+        assert {t["name"]: t["target"] for t in planned if t["target"] != "keep"} == first
+        assert "fastest:b_layout=col" in hint
+    explained = command("explain", model, "-n", "8", "--b-layout", "col", "--include", "*.up.*", "--gpu", "H100")
+    asked_again = "-n 8 --device H100 --b-layout col --include '*.up.*'"
+    assert f"hint: spformat recommend {model} {asked_again}\n" in explained.err
+    assert "hint" not in command("recommend", model, "--b-layout", "strided").err  # no target is for it
+
+
 def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     import scipy.sparse as sp
 

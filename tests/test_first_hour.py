@@ -260,6 +260,11 @@ def test_plan_says_what_csr_and_dense_would_weigh(tmp_path: Path) -> None:
     assert f"; csr would be {size:.2f} KiB, dense {tree_['bytes_dense'] / 1024:.2f} KiB" in last
     again = json.loads(spformat("plan", tmp_path / "csr", "--to", "bitmask", "--json").stdout)
     assert (again["bytes_csr"], again["bytes_dense"]) == (tree_["bytes_csr"], tree_["bytes_dense"])
+    # What a conversion would leave as it is counts as it is, in both tables.
+    flags = ("--to", "two-four", "--misfit", "keep", "--json")
+    kept, done = (json.loads(spformat(*v, *flags).stdout) for v in (("plan", src), ("convert", src, tmp_path / "two")))
+    assert any(t["why"].startswith("kept: two-four") for t in kept["tensors"])
+    assert (kept["bytes_csr"], kept["bytes_dense"]) == (done["bytes_csr"], done["bytes_dense"])
 
 
 # --- 2:4 weights of other than 16 bits

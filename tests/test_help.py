@@ -39,6 +39,7 @@ def test_explain_takes_the_name_of_a_gpu(tmp_path: Path, name: str, sm: int) -> 
         assert sorted(kernels[0]) == sorted(kernels[1])
     assert (f"on {board} at least" in r.stdout) == (sm == 90), r.stdout
     assert f"{name} is sm_{sm}" in r.stderr
+    assert spformat("explain", tmp_path / "w.safetensors", "--gpu", name, "--json").stderr == ""  # errors alone
 
 
 @pytest.mark.parametrize("name", ["H300", "A1000", "A", "RTX", ""])

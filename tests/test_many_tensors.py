@@ -85,3 +85,5 @@ def test_long_tables_and_documents_are_written_without_layout(tmp_path: Path) ->
     assert "w\\n5 " in "\n".join(table)
     tree = json.loads(command("inspect", tmp_path / "a", "--json").out)
     assert len(tree["tensors"]) == 1001
+    answer = command("convert", tmp_path / "a", tmp_path / "packed", "--to", "keep", "--quiet")
+    assert (answer.code, answer.out) == (0, "")

@@ -54,6 +54,24 @@ def test_one_matrix_goes_into_a_matrix_file_and_back(one: Path, name: str, to: s
     assert spformat("convert", one.name, name, "--to", to, "--force", cwd=one.parent).returncode == 0
 
 
+def test_zeros_that_lose_their_bits_are_counted(tmp_path: Path) -> None:
+    a = sp.csr_array(np.float32([[1, 0, 2, 3], [0, 4, 5, 0]]))
+    a.data[[0, 3]] = 0  # stored zeros
+    sp.save_npz(tmp_path / "a.npz", a)
+    save_file({"w": np.float32([[1, -0.0], [-0.0, 2], [0.0, -0.0]])}, tmp_path / "b.safetensors")
+    for src, dst, to, text, told in (
+        ("a.npz", "a.safetensors", "bitmask", "2 stored zeros dropped", {"dropped_zeros": 2}),
+        ("a.npz", "a.safetensors", "csr", "", {}),
+        ("b.safetensors", "b.npz", "csr", "3 -0.0 become +0.0", {"negative_zeros": 3}),
+        ("b.safetensors", "b.mtx", "dense", "", {}),
+    ):
+        args = ("convert", src, dst, "--to", to, "--force")
+        r = spformat(*args, cwd=tmp_path)
+        assert (r.returncode, r.stdout.strip().partition(f" in {dst}")[2]) == (0, f"; {text}" if text else "")
+        tree_of = json.loads(spformat(*args, "--json", cwd=tmp_path).stdout)
+        assert {k: v for k, v in tree_of.items() if k.endswith("_zeros")} == told
+
+
 def test_a_pattern_file_is_asked_for(one: Path) -> None:
     r = spformat("convert", one, one.parent / "p.smtx")
     assert (r.returncode, "--values ones" in r.stderr) == (2, True), r.stderr
@@ -65,6 +83,7 @@ def test_a_pattern_file_is_asked_for(one: Path) -> None:
 
 def test_what_a_matrix_file_cannot_hold_is_refused_with_the_reason(tmp_path: Path) -> None:
     model = Path(shutil.copytree(SHARDED, tmp_path / "model"))
+    save_file({"experts": np.ones((2, 32, 32), np.float32)}, tmp_path / "stack.safetensors")
     before = tree(model.parent)
     for args, text in (
         (["model", "back.npz", "--to", "csr"], "holds one matrix, got 16"),
@@ -73,6 +92,7 @@ def test_what_a_matrix_file_cannot_hold_is_refused_with_the_reason(tmp_path: Pat
             ["model", "back.npz", "--include", "model.layers.0.self_attn.q_proj.weight", "--to", "two-four"],
             "holds csr, csc, coo or bsr",
         ),
+        (["stack.safetensors", "back.npz"], "holds one matrix, got a stack of them (experts)"),
         (["model", "back.mtx", "--part", "1/2"], "--part is for checkpoints, and back.mtx is a matrix file"),
     ):
         r = spformat("convert", *args, cwd=model.parent)

@@ -191,6 +191,9 @@ def test_reading_back_what_is_not_there(tmp_path: Path) -> None:
 def test_f12_missing_parent(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match="target folder"):
         output.publish(tmp_path / "no" / "x", b"x")
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(OutputError, match="target folder: expected a folder, got a file"):
+        output.check_target(tmp_path / "file" / "x")
 
 
 @pytest.mark.parametrize("step", ["pwrite", "fsync", "replace", "posix_fallocate"])

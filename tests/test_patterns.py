@@ -63,6 +63,14 @@ def test_the_pattern_that_a_refusal_names_matches(two: Path, tmp_path: Path) -> 
     assert "an empty pattern is that of an empty name, and '*' matches all names" in empty.err
 
 
+def test_the_expression_that_a_refusal_names_matches(tmp_path: Path) -> None:
+    sf.save_dense(tmp_path / "w.safetensors", {"blocks[0](a).weight": np.eye(4, dtype=np.float32)})
+    r = command("plan", tmp_path / "w.safetensors", "--to", "csr", "--include", "0](a")
+    expression = r.err.rstrip().rpartition("or '")[2].removesuffix("'")
+    assert expression.startswith("re:")
+    assert command("plan", tmp_path / "w.safetensors", "--to", "csr", "--include", expression).code == 0
+
+
 def test_names_that_a_shell_pattern_matches() -> None:
     for pattern, name in (("*", ""), ("*", "a\nb"), ("", ""), ("*.w", "a.w"), ("a?c", "abc"), ("[ab].w", "b.w")):
         assert matcher(pattern).search(name), (pattern, name)

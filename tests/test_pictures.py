@@ -18,6 +18,7 @@ import strict_cupy
 from catalogue import command
 from hypothesis import given
 from hypothesis import strategies as st
+from spformat_cli import plots
 
 import spformat as sf
 from spformat.formats import edges, picture, registered
@@ -217,6 +218,25 @@ def test_plots_that_cannot_be_drawn_are_refused_before_anything_is_read(
     ):
         answer = command("inspect", tmp_path / "missing.safetensors", "--plot", path)
         assert (answer.code, text in answer.err) == (code, True), answer.err
+    monkeypatch.setitem(sys.modules, "matplotlib", pytest)  # any module with a spec
+    for name in ("a.png", "a.html"):
+        (tmp_path / name).mkdir()
+        (tmp_path / f"link-{name}").symlink_to("theirs")
+        for path, kind in ((name, "folder"), (f"link-{name}", "symlink")):
+            answer = command("inspect", tmp_path / "missing.safetensors", "--plot", tmp_path / path)
+            expected = f"target: expected a regular file, got a {kind}"
+            assert (answer.code, expected in answer.err) == (73, True), answer.err
+
+
+def test_a_figure_is_complete_under_its_name_or_not_there(tmp_path: Path) -> None:
+    class Figure:
+        def savefig(self, out: Any, **options: Any) -> None:
+            out.write(b"half of it")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plots.publish_figure(str(tmp_path / "p.png"), Figure(), 100)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_png_is_drawn_where_matplotlib_is_installed(tmp_path: Path) -> None:
@@ -224,3 +244,12 @@ def test_a_png_is_drawn_where_matplotlib_is_installed(tmp_path: Path) -> None:
     sf.save_dense(tmp_path / "m.safetensors", {"w": drawn(3, (40, 64)), "empty": np.zeros((0, 4), np.float32)})
     assert command("inspect", tmp_path / "m.safetensors", "--plot", tmp_path / "p.png").code == 0
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    sf.save_dense(tmp_path / "m.safetensors", {"w$\\frac$": drawn(3, (40, 64))})
+    assert command("inspect", tmp_path / "m.safetensors", "--plot", tmp_path / "p.png").code == 0
+    flags = ("-n", "2", "--repeats", "1", "--device", "cpu", "--quiet")
+    assert command("bench", tmp_path / "m.safetensors", "--plot", tmp_path / "b.png", *flags).code == 0
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")

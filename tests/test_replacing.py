@@ -115,6 +115,9 @@ CHANGES: dict[str, tuple[Callable[[Path, Path], object], type[sf.errors.Spformat
     "text for a count": (
         manifest(lambda t: [e.update(bytes_out="1") for e in t["tensors"].values()]), sf.errors.ContainerError, "integers",
     ),
+    "params in a list": (
+        manifest(lambda t: [e.update(params=[1]) for e in t["tensors"].values()]), sf.errors.ContainerError, "an object",
+    ),
     "no JSON": (lambda s, o: (o / "spformat.json").write_text("{"), sf.errors.ContainerError, "not valid JSON"),
 }  # fmt: skip
 

@@ -208,6 +208,25 @@ def test_prunes_each_matrix_by_itself(tmp_path: Path) -> None:
         assert o.lost_sum == pytest.approx(float(np.abs(x - expected).sum(dtype=np.float64)))
 
 
+def test_auto_prunes_values_of_a_stack_as_of_a_matrix(tmp_path: Path) -> None:
+    rng = np.random.default_rng(3)
+    blocks = np.zeros(64)
+    blocks[rng.permutation(64)[:36]] = 1
+    some = np.kron(blocks.reshape(8, 8), np.ones((64, 64))) * (rng.random((512, 512)) < 0.95)
+    w = (some * rng.normal(size=(512, 512))).astype(np.float16)
+    sf.save_dense(tmp_path / "m.safetensors", {"experts": np.stack([w, w]), "one": w})
+    halved = Recipe(to="auto", prune="magnitude", sparsity=0.5)  # bsr: half of the blocks are empty before the pruning
+    beside = Recipe(to="auto", rules=(Rule("one", "two-four"),), prune="magnitude")
+    for recipe, pruned in ((halved, w.size // 2 - int((w == 0).sum())), (beside, 0)):
+        outcomes = convert_checkpoint(tmp_path / "m.safetensors", tmp_path / "out", recipe, force=True).outcomes
+        stacked, single = (next(o for o in outcomes if o.name == name) for name in ("experts", "one"))
+        assert (stacked.target, stacked.pruned) == ("bsr:blocksize=64x64", 2 * pruned)
+        assert single.pruned == pruned or recipe is beside
+        assert stacked in foresee_checkpoint(tmp_path / "m.safetensors", recipe)
+        matrices = only(tmp_path / "out", "experts")
+        assert [m.nnz for m in matrices] == [int((w != 0).sum()) - pruned] * 2
+
+
 def test_which_tensors_are_stacks(model: Path, tmp_path: Path) -> None:
     """Kernels of convolutions and position embeddings are kept, unless a rule names them."""
     plan = command("plan", model, "--to", "two-four", "--json")

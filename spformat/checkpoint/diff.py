@@ -201,5 +201,10 @@ def _other_bytes(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> np.ndarray
 
 
 def _differing(name: str, count: int, size: int, at: tuple[int, ...], one: Any, other: Any) -> Difference:
-    text = f"{count} of {size} elements differ, first at {list(at)}: {one} against {other}"
+    values = [str(one), str(other)]
+    if values[0] == values[1]:  # NaN of different bits
+        values = [
+            f"{text} (0x{np.asarray(x).tobytes()[::-1].hex()})" for text, x in zip(values, (one, other), strict=True)
+        ]
+    text = f"{count} of {size} elements differ, first at {list(at)}: {' against '.join(values)}"
     return Difference(name, text, count, at)

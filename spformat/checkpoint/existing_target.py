@@ -133,6 +133,8 @@ def _outcome(plan: TensorPlan, entry: dict[str, Any]) -> TensorOutcome:
     counts = {"bytes_out": entry["bytes_out"], "nnz": entry.get("nnz")}
     if type(counts["bytes_out"]) is not int or type(counts["nnz"]) not in (int, type(None)):
         raise TypeError(f"'{plan.name}' has other counts than integers")
+    if not isinstance(entry["params"], dict):
+        raise TypeError(f"'{plan.name}' has other params than an object")
     target = KEEP
     # A packed tensor that was kept has its format there, and no count of nonzeros.
     kept = plan.target == KEEP or (plan.record.format is not None and counts["nnz"] is None)

@@ -6,12 +6,13 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from ..arrays.dtypes import value_type
 from ..errors import LimitError, StructureError, UsageError
-from ..formats.dense import Dense
+from ..limits import product
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
 from .entry_names import check_entries
-from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts, writes_dense
+from .recipe import ERROR, KEEP, Recipe, needs_counts, writes_dense
 from .shard_input import Progress, read
 from .source import open_source
 from .stacks import StackedFile, expanded, is_stack, matrices_of, resolved, stacked_outcome
@@ -36,7 +37,10 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
         except UsageError as e:
             raise e.at(path=path) from None
     for plan, (_, f) in zip(plans, source.opened(plan.name for plan in plans), strict=True):
-        out.append(_foresee_stack(f, plan, recipe) if is_stack(plan) else _foresee_tensor(f, plan, recipe))
+        if plan.target == KEEP and plan.record.format is not None and writes_dense(recipe):
+            out.append(_decoded(plan))
+        else:
+            out.append(_foresee_stack(f, plan, recipe) if is_stack(plan) else _foresee_tensor(f, plan, recipe))
         if progress:
             progress(out[-1])
     outcomes = {o.name: o for o in out}
@@ -45,19 +49,27 @@ def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = No
     return tuple(out)
 
 
+def _decoded(plan: TensorPlan) -> TensorOutcome:
+    """The outcome of a sparse tensor that the recipe keeps, in a dense checkpoint: nothing is sparse there."""
+    size = product(*plan.shape, value_type(plan.record.dtype).numpy.itemsize)
+    return replace(kept(plan), target="dense", bytes_out=size)
+
+
 def _foresee_tensor(f: TensorFile, plan: TensorPlan, recipe: Recipe) -> TensorOutcome:
     x, lost = None, {}
     if plan.target != KEEP:
         x = read(f, plan)
         try:
-            if plan.target == AUTO or recipe.prune or isinstance(x, Dense):
-                x = dense_of(x)
-                if recipe.prune:
-                    whole, x = x, prune(x, plan.target, recipe)
-                    lost = loss(whole, x)
+            if recipe.prune:
+                whole = dense_of(x)
+                x = prune(whole, plan.pruned_for, recipe)
+                lost = loss(whole, x)
         except (LimitError, StructureError) as e:
             raise e.at(path=f.path, tensor=plan.name) from None
-    outcome = foresee(plan, x, recipe)
+    try:
+        outcome = foresee(plan, x, recipe)
+    except LimitError as e:
+        raise e.at(path=f.path, tensor=plan.name) from None
     return outcome if outcome.target == KEEP else replace(outcome, **lost)
 
 

@@ -43,7 +43,8 @@ def require_match(flag: str, pattern: str, names: list[str]) -> None:
             fix = "; an empty pattern is that of an empty name, and '*' matches all names"
         elif not pattern.startswith("re:") and any(map(matcher(around).search, names)):
             literally = any(pattern in name for name in names)
-            fix = f"; a pattern is of the whole name: {around!r}" + (f", or 're:{pattern}'" if literally else "")
+            part = pattern if re.fullmatch(r"[\w.-]*", pattern) else re.escape(pattern)  # a lone "[" is no expression
+            fix = f"; a pattern is of the whole name: {around!r}" + (f", or 're:{part}'" if literally else "")
         raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..){fix}")
 
 

@@ -42,7 +42,7 @@ from .stacks import (
     stacked_outcomes,
     stacked_record,
 )
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of, prune_into
+from .tensor_plans import TensorOutcome, TensorPlan, counted, dense_of, prune_into
 
 
 def write_shard(
@@ -192,7 +192,8 @@ def _put_chunks(f: TensorFile, group: list[SizedTensor], out: FileWriter, team: 
         if s.outcome.nnz is not None:
             yield s.outcome
         else:
-            yield replace(s.outcome, nnz=sum(n for n, _ in counts), negative_zeros=sum(z for _, z in counts))
+            sums = sum(n for n, _ in counts), sum(z for _, z in counts)
+            yield counted(s.outcome, encoder.chunks.target, None, sums)
 
 
 def _put_whole(task: ShardTask, sized: list[SizedTensor], out: FileWriter) -> Iterator[TensorOutcome]:
@@ -241,7 +242,9 @@ def _put(
         fmt, given = parse_spec(s.outcome.target)
         try:
             x = read(task.f, s.plan, task.device) if values is None else values
-            if outcome.norm and outcome.nnz is not None and not needs_counts(s.plan.target):  # what it takes is known
+            if (
+                outcome.norm and outcome.nnz is not None and not needs_counts(s.plan.pruned_for)
+            ):  # what it takes is known
                 matrix = prune_into(dense_of(x), s.outcome.target, task.recipe)
             else:
                 x, lost = task.pruned(x, s.plan, known=bool(outcome.norm))
@@ -250,8 +253,7 @@ def _put(
         except StructureError as e:
             raise e.at(path=task.f.path, tensor=s.plan.name) from None
         if outcome.nnz is None:
-            nnz, negative = count_nonzeros(x)
-            outcome = replace(outcome, nnz=nnz, negative_zeros=negative)
+            outcome = counted(outcome, fmt, None, count_nonzeros(x))
         del x  # so that no more than one tensor and its converted form are in memory
     if matrix.device != "cpu":
         return outcome, partial(out.put, s.plan.name, matrix)

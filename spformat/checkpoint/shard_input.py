@@ -11,6 +11,7 @@ from typing import Any
 from ..arrays import threads
 from ..arrays.library import has_dtype
 from ..errors import StructureError
+from ..formats.dense import Dense
 from ..storage.tensorfile import TensorFile
 from .recipe import Recipe
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of, loss, prune
@@ -54,7 +55,7 @@ class ShardTask:
             return x, {}
         dense = dense_of(x)
         try:
-            left = prune(dense, plan.target, self.recipe)
+            left = prune(dense, plan.pruned_for, self.recipe)
         except StructureError as e:
             raise e.at(path=self.f.path, tensor=plan.name) from None
         return left, {} if known else loss(dense, left)
@@ -63,7 +64,10 @@ class ShardTask:
 def read(f: TensorFile, plan: TensorPlan, device: str = "cpu") -> Any:
     """The tensor: a Format if it is stored in a sparse format, else an array. Small ones stay on the host."""
     place = _place(plan, device)
-    return f.array(plan.name, device=place) if plan.record.format is None else f.read(plan.name, place)
+    if plan.record.format is None:
+        return f.array(plan.name, device=place)
+    x = f.read(plan.name, place)
+    return x.data if isinstance(x, Dense) else x  # of an array, zeros are counted: those that are -0.0 get lost
 
 
 def _place(plan: TensorPlan, device: str) -> str:

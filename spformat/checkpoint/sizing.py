@@ -29,7 +29,7 @@ from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts
 from .row_chunks import ChunkEncoder, ChunkPlan, Team, count_chunks, record_of
 from .shard_input import ShardTask, one_ahead, read
 from .stacks import is_stack, matrices_of, resolved
-from .tensor_plans import TensorOutcome, TensorPlan, dense_of, kept, misfit_plan, resolve_target
+from .tensor_plans import TensorOutcome, TensorPlan, counted, dense_of, kept, misfit_plan, resolve_target
 
 _MOST_IN_MEMORY = 128 << 20
 """Bytes of converted tensors that stay in memory between the sizing and the writing pass."""
@@ -102,20 +102,20 @@ def _size_chunks(f: TensorFile, chunked: dict[str, ChunkPlan], team: Team) -> tu
     memory."""
     records = {name: _record_of_header(c.plan) for name, c in chunked.items()}
     unknown = [c for name, c in chunked.items() if records[name] is None]
-    counted, in_memory, sized = count_chunks(f, unknown, team), 0, {}
+    each, in_memory, sized = count_chunks(f, unknown, team), 0, {}
     for name, c in chunked.items():
         record, counts = records[name], None
         outcome = replace(kept(c.plan), target=spec_text(c.target, c.params))
         if record is None:
             counts = []
             with refusal_of_whole(f, c):
-                for chunk in itertools.islice(counted, c.count):
+                for chunk in itertools.islice(each, c.count):
                     size = chunk.matrix.nbytes if chunk.matrix is not None else 0
                     fits = in_memory + size <= _MOST_IN_MEMORY
                     in_memory += size if fits else 0
                     counts.append(chunk if fits else replace(chunk, matrix=None))
-            nnz = sum(p.nnz for p in counts)
-            outcome = replace(outcome, nnz=nnz, negative_zeros=sum(p.negative_zeros for p in counts))
+            sums = sum(p.nnz for p in counts), sum(p.negative_zeros for p in counts)
+            outcome = counted(outcome, c.target, None, sums)
             record = record_of(c, counts)
         encoder = ChunkEncoder(c, record, counts)
         sized[name] = SizedTensor(c.plan, _with_size(outcome, record), record, encoder=encoder)
@@ -163,11 +163,7 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
     except StructureError as e:  # "fastest", and no kernel takes values of its type
         return _size_misfit(task, plan, e, room, x)
     fmt, given = parse_spec(target)
-    nnz, negative = count_nonzeros(dense) if dense is not None else (x.nnz, 0)
-    dropped = 0
-    if dense is None and (zeros := x.stored_zeros):
-        dropped = 0 if fmt.keeps_stored_zeros else zeros
-        nnz = x.count_nonzeros() + zeros - dropped
+    counts = count_nonzeros(dense) if dense is not None else (0, 0)
     try:
         fmt.accepts(value_type(plan.record.dtype).numpy)
         params = fmt.resolve_params(given)
@@ -175,7 +171,7 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
         now = is_cupy(dense) and room > 0  # what fits the device is converted at once, so that it is read only once
         # A param that is missing here is decided by the values, during the conversion.
         if dense is not None and not now and fmt.has_all_params(params):
-            specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, nnz, params)
+            specs = fmt.array_specs((dense.shape[0], dense.shape[1]), dense.dtype, counts[0], params)
         matrix = None if specs is not None else convert(x, fmt, **given)
         if specs is not None and task.recipe.misfit != ERROR:
             fmt.from_dense(dense, **params)  # only to learn whether the tensor fits
@@ -187,9 +183,9 @@ def _size_tensor(task: ShardTask, plan: TensorPlan, room: int, values: Any) -> S
     else:
         assert matrix is not None
         record = outline(plan.name, matrix)
-    counted = replace(base, target=target, nnz=nnz, negative_zeros=negative, dropped_zeros=dropped, **lost)
+    outcome = counted(replace(base, target=target, **lost), fmt, x, counts)
     small = matrix is not None and matrix.nbytes <= room
-    return SizedTensor(plan, _with_size(counted, record), record, matrix if small else None)
+    return SizedTensor(plan, _with_size(outcome, record), record, matrix if small else None)
 
 
 def _size_misfit(task: ShardTask, plan: TensorPlan, e: StructureError, room: int, x: Any) -> SizedTensor:

@@ -146,7 +146,7 @@ def resolved(f: Any, plan: TensorPlan, recipe: Recipe) -> TensorPlan:
         kept = (prune(dense_of(x), plan.target, recipe) if recipe.prune else x for x in matrices)
         target = resolved_for_all(plan.target, map(structure_of, kept))
         if target is not None:
-            return replace(plan, target=target)
+            return replace(plan, target=target, chosen_by=plan.target)
         e = no_kernel(plan.target, plan.record.dtype)
         if recipe.misfit == ERROR:
             raise e.at(path=f.path, tensor=plan.name)
@@ -155,7 +155,7 @@ def resolved(f: Any, plan: TensorPlan, recipe: Recipe) -> TensorPlan:
         other = misfit_plan(plan, e, recipe)
         return resolved(f, other, recipe.without_misfit()) if needs_counts(other.target) else other
     structures = (analyse(prune(dense_of(f.read(m.name)), plan.target, recipe)) for m in matrices_of(plan))
-    return replace(plan, target=stacked(structures).smallest())
+    return replace(plan, target=stacked(structures).smallest(), chosen_by=plan.target)
 
 
 # ------------------------------------------------------------------ together again

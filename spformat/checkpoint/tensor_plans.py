@@ -13,13 +13,14 @@ from ..errors import StructureError, UsageError
 from ..formats import parse_spec, spec_text
 from ..formats.base import Format
 from ..formats.convert import convert
+from ..formats.dense import Dense
 from ..formats.hooks import Pattern
 from ..limits import product
 from ..preprocess import masks
 from ..preprocess.structure import Structure, analyse
 from ..storage.descriptor import Record
 from .fastest import is_fastest, resolved
-from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts, require_match
+from .recipe import AUTO, ERROR, KEEP, Recipe, needs_counts, require_match, writes_dense
 from .source import Source
 
 
@@ -34,6 +35,13 @@ class TensorPlan:
     target: str
     """"keep", "auto", "fastest" or a format text."""
     why: str
+    chosen_by: str = ""
+    """The "auto" or "fastest" that has led to ``target``, for all matrices of a stack."""
+
+    @property
+    def pruned_for(self) -> str:
+        """The target whose pattern ``prune`` takes: not that of a format which was chosen by what pruning leaves."""
+        return self.chosen_by or self.target
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -155,27 +163,40 @@ def kept(plan: TensorPlan) -> TensorOutcome:
     )  # fmt: skip
 
 
+def counted(
+    outcome: TensorOutcome, fmt: type[Format], x: Format | Array | None, counts: tuple[int, int] = (0, 0)
+) -> TensorOutcome:
+    """``outcome`` with the nonzeros of a matrix that becomes ``fmt``, and the zeros whose bits it does not keep.
+
+    x: the matrix in a sparse format. Of a dense one only ``counts`` matter: its nonzeros, and its elements that are
+    -0.0.
+    """
+    if isinstance(x, Format) and not isinstance(x, Dense):
+        zeros = x.stored_zeros
+        dropped = 0 if fmt.keeps_stored_zeros else zeros
+        return replace(outcome, nnz=x.count_nonzeros() + zeros - dropped if zeros else x.nnz, dropped_zeros=dropped)
+    nnz, negative = counts
+    return replace(outcome, nnz=nnz, negative_zeros=0 if fmt.keeps_negative_zeros else negative)
+
+
 def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: Recipe) -> TensorOutcome:
     """The outcome that a conversion of one tensor would have. It is converted only where counts do not suffice.
 
-    x: the dense matrix, already pruned, or a matrix in a sparse format (then the target must not be "auto"); None for a
-    tensor that is kept.
+    x: the dense matrix, already pruned, or a matrix in a sparse format; None for a tensor that is kept.
     """
     base = kept(plan)
     if plan.target == KEEP or x is None:
         return base
     try:
         if isinstance(x, Format):  # converted without decoding it: a dense graph might not fit into memory
-            base, dense = replace(base, nnz=x.nnz), product(*x.shape, x.dtype.itemsize)
-            fmt, given = parse_spec(resolve_target(plan, x))
-            target, size = spec_text(fmt, fmt.resolve_params(given)), convert(x, fmt, **given).nbytes
+            base, dense, counts = replace(base, nnz=x.nnz), product(*x.shape, x.dtype.itemsize), (0, 0)
+            target = resolve_target(plan, dense_of(x) if plan.target == AUTO else x)
+            fmt, given = parse_spec(target)
+            size = convert(x, fmt, **given).nbytes
         else:
             structure = analyse(x)
-            base, dense = (
-                replace(base, nnz=structure.nnz, negative_zeros=structure.negative_zeros),
-                structure.dense_bytes,
-            )
-            target = resolve_target(plan, x, structure)
+            base, dense = replace(base, nnz=structure.nnz), structure.dense_bytes
+            target, counts = resolve_target(plan, x, structure), (structure.nnz, structure.negative_zeros)
             size = _exact_size(structure, target, x)
     except StructureError as e:
         if recipe.misfit == KEEP:
@@ -183,8 +204,10 @@ def foresee(plan: TensorPlan, x: Format | np.ndarray[Any, Any] | None, recipe: R
         if recipe.misfit == ERROR:
             return replace(base, target=plan.target, bytes_out=None, error=e.message)
         other = misfit_plan(plan, e, recipe)
-        return foresee(other, dense_of(x) if other.target == AUTO else x, recipe.without_misfit())
-    return replace(base, target=target, bytes_out=size, larger_than_dense=size > dense)
+        return foresee(other, x, recipe.without_misfit())
+    outcome = replace(base, target=target, bytes_out=size, larger_than_dense=size > dense)
+    outcome = counted(outcome, parse_spec(target)[0], x, counts)
+    return replace(outcome, dropped_zeros=0) if writes_dense(recipe) else outcome  # a dense checkpoint has every zero
 
 
 def misfit_plan(plan: TensorPlan, e: StructureError, recipe: Recipe) -> TensorPlan:

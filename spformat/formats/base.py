@@ -57,6 +57,7 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
     name: ClassVar[str]
     rank: ClassVar[int] = 2
     keeps_stored_zeros: ClassVar[bool] = False
+    keeps_negative_zeros: ClassVar[bool] = False
     aligned: ClassVar[bool] = True
     paper: ClassVar[str] = ""
     __array_ufunc__: ClassVar[None] = None  # else numpy would wrap the matrix in an array for ``x @ a`` and ``x == a``

@@ -18,7 +18,7 @@ class Dense(Format):
     """All M*K elements in row-major order. -0.0 is kept here (and lost by ``to_csr``)."""
 
     name, version, aligned = "dense", 1, False
-    tie_rank, torch_layout = 0, "strided"
+    tie_rank, torch_layout, keeps_negative_zeros = 0, "strided", True
 
     data: Array = array(VALUE, "M", "K", doc="elements, row-major")
 

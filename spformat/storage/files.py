@@ -199,7 +199,7 @@ def reason(e: BaseException) -> str:
 def kind_of(mode: int) -> str:
     """The kind of a file in words, from the mode in its status."""
     kinds = {
-        stat.S_IFDIR: "folder", stat.S_IFLNK: "symlink", stat.S_IFIFO: "FIFO",
+        stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFLNK: "symlink", stat.S_IFIFO: "FIFO",
         stat.S_IFSOCK: "socket", stat.S_IFCHR: "device", stat.S_IFBLK: "device",
     }  # fmt: skip
     return kinds.get(stat.S_IFMT(mode), "special file")

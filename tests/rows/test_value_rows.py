@@ -43,6 +43,10 @@ def test_A12_A13_sort_repairs_order_and_nothing_else(folder: Path) -> None:
     wanted = good.data.copy()
     wanted[2] = 0
     assert repaired == good.with_arrays(data=wanted)
+    assert command("convert", path, folder / "dense.safetensors", "--to", "dense").code == 65
+    answer = command("convert", path, folder / "dense.safetensors", "--to", "dense", "--sort")
+    assert answer.code == 0, answer.err
+    assert np.array_equal(sf.safe_open(folder / "dense.safetensors").array("w"), repaired.to_dense())
     path = small_file(folder, "csr")
     rewrite(path, change("indices", lambda a: np.r_[a[:1], a[:1], a[2:]]))
     answer = command("convert", path, folder / "no.safetensors", "--to", "keep", "--sort")
@@ -71,7 +75,11 @@ def test_A14_stored_zeros_are_kept_and_counted(folder: Path) -> None:
         with unharmed(folder, but=out.name):
             told = json.loads(command("convert", path, out, "--to", target, "--json").out)["tensors"][0]
         assert (told["dropped_zeros"], told["nnz"]) == (4, 16)
+        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
         assert np.array_equal(bits(sf.load(out)["w"].to_dense()), bits(a.without_zeros().to_dense()))
+    sf.save(path, {"w": a, "empty": sf.CSR.from_dense(np.zeros((16, 16), np.float32))}, overwrite=True)
+    tables = [command(*args, "--json").out for args in (("convert", path, folder / "auto"), ("plan", path))]
+    assert json.loads(tables[0])["tensors"] == json.loads(tables[1])["tensors"]
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -285,6 +293,32 @@ def test_A46_lost_minus_zeros_are_counted(folder: Path) -> None:
     assert told["negative_zeros"] == 5
     with unharmed(folder):
         assert command("diff", path, out).code == 0
+    sf.save(path, {"w": sf.Dense.from_dense(w)}, overwrite=True)  # as one tensor of a packed checkpoint may be stored
+    for target in ("csr", "bitmask", "auto"):
+        with unharmed(folder, but=out.name):
+            told = json.loads(command("convert", path, out, "--to", target, "--force", "--json").out)["tensors"][0]
+        assert told["negative_zeros"] == 5
+        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
+
+
+def test_A46_minus_zeros_that_stay_are_not_counted_as_lost(folder: Path) -> None:
+    w = small("float32")
+    w[0, :4] = 1  # not 2:4
+    w[1, :5] = -0.0
+    path = folder / "in.safetensors"
+    out = folder / "out.safetensors"
+    sf.save_dense(path, {"w": w, "v": w})
+    for flags in (["--to", "dense", "--rule", "v=csr"], ["--to", "dense"], ["--to", "two-four", "--misfit", "keep"]):
+        tables = [
+            command("plan", path, *flags, "--json").out,
+            command("convert", path, out, *flags, "--force", "--json").out,
+        ]
+        for table in tables:
+            told = {t["name"]: t for t in json.loads(table)["tensors"]}
+            assert "negative_zeros" not in told["w"]
+            assert told["v"].get("negative_zeros", 0) == (5 if told["v"]["target"] == "csr" else 0)
+        back: Any = sf.open(out)["w"]
+        assert np.array_equal(bits(back.data if isinstance(back, sf.Dense) else back), bits(w))
 
 
 def test_A47_nan_and_magnitude(folder: Path) -> None:
