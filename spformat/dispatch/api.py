@@ -20,6 +20,7 @@ from ..arrays.torch_tensors import (
     array_to_torch,
     check_operands,
     compiling,
+    count_change,
     is_torch,
     mergeable,
     refuse_gradient,
@@ -377,4 +378,5 @@ def _of_torch(
         if out is None:
             return array_to_torch(call(x, None))
         call(x, array(out))
+        count_change(out)
         return out
