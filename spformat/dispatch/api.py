@@ -363,6 +363,8 @@ def _of_torch(
     name, matrix = ("x", "W") if transposed_operands else ("B", "A")
     refuse_sparse(name, B)
     check_operands(**{name: B, "bias": epilogue["bias"], "out": out})
+    for factor in ("alpha", "beta"):
+        refuse_gradient(factor, epilogue[factor])
     if B.is_cuda == (A.device == "cpu"):
         fix = f"{matrix}.to('cuda')" if B.is_cuda else f"{name}.cuda(), or {matrix}.to('cpu')"
         where = f"{matrix} is on {A.device}, {name} on {B.device}"
