@@ -161,3 +161,18 @@ def test_the_cost_of_a_transpose_and_of_an_array() -> None:
     assert cost.estimate(x, 64).bytes == x.nbytes + (256 + 1024) * 64 * 2
     with pytest.raises(UsageError, match="device: expected one of H200, H100, A100"):
         cost.estimate(a, 64, device=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("n", [1, 40])
+@pytest.mark.parametrize("fmt", ["csr", "bsr:blocksize=1x64", "bitmask", "dense"])
+def test_sums_of_int8_beyond_int32(fmt: str, n: int, dtype: str, backend: str) -> None:
+    """A C of a floating-point type holds them; they were added up in int32 and wrapped."""
+    K = 2**17
+    A, B = sf.convert(np.full((1, K), -128, np.int8), fmt), np.full((K, n), -128, np.int8)
+    C = np.empty((1, n), dtype)
+    assert (sf.spmm(A, B, C, backend) == 2.0**31).all()
+    assert (sf.spmm(A, B, C, backend, alpha=0.5) == 2.0**30).all()
+    tall = sf.convert(np.full((K, 1), -128, np.int8), fmt)
+    assert (sf.spmm(tall.T, B, C, backend) == 2.0**31).all()
+    assert (sf.spmm(A, B, backend=backend) == -(2**31)).all()  # int32, which wraps

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -310,6 +313,16 @@ def test_what_kernels_ask_more_than_once_is_answered_once_in_each_call(monkeypat
         assert "composed.transposed_copy: accepted" in str(trace)
         assert counts["_ask"] == ["spmm_transposed", "spmm"] * calls
         assert counts["_current_tables"] == ["spmm_transposed"] * calls
+
+
+def test_a_problem_of_another_process_is_the_same_key() -> None:
+    """Texts have other hashes there. That of a problem is kept with it, and must not go along."""
+    p = problem("csr")
+    hash(p)
+    there = "import pickle, sys; p = pickle.load(sys.stdin.buffer); print(p in {p.changed(n=p.n)})"
+    ran = subprocess.run([sys.executable, "-c", there], input=pickle.dumps(p), capture_output=True, check=True)
+    assert ran.stdout == b"True\n"
+    assert vars(copy.copy(p)).keys() == {f.name for f in dataclasses.fields(p)}
 
 
 def test_plan_is_a_value() -> None:

@@ -169,6 +169,8 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
         "B": lambda: sf.spmm(a, asks),
         "x": lambda: sf.linear(asks.T, a),
         "bias": lambda: sf.spmm(a, x, bias=bias),
+        "alpha": lambda: sf.linear(x.T, a, alpha=bias.sum()),
+        "beta": lambda: sf.spmm(a, x, out=torch.ones(4, 3), beta=bias.sum()),
         "A": lambda: sf.spmm(torch.tensor(W, requires_grad=True), x),
         "W": lambda: sf.linear(x.T, torch.nn.Parameter(torch.tensor(W))),
     }.items():

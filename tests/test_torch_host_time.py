@@ -209,6 +209,9 @@ def test_a_tensor_that_is_negated_when_read_is_resolved_first(device: Device) ->
     (o,) = device.launched
     assert o.b != x.data_ptr()
     assert o.c == y.data_ptr()
+    m.bias = torch.nn.Parameter(torch._neg_view(bias()), requires_grad=False)
+    assert torch.equal(m(tokens(4)), dense(tokens(4), weights(), -bias()))
+    assert len(device.launched) == 1
 
 
 def test_modes_and_transformations_go_through_the_operator() -> None:

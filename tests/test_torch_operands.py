@@ -47,6 +47,31 @@ def test_operands_on_several_devices_are_told_apart(monkeypatch: pytest.MonkeyPa
         sf.linear(x.T, a)
 
 
+@pytest.mark.parametrize("linear", [False, True])
+def test_torch_counts_what_a_product_writes(linear: bool) -> None:
+    """Otherwise autograd would use the new contents for a gradient that needs the old ones."""
+    a, x = sf.convert(np.eye(3, dtype=np.float32), "csr"), torch.full((3, 3), 5.0)
+    out, factor = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
+    y = (factor * out[:, 1:2]).sum()
+    sf.linear(x, a, out=out) if linear else sf.spmm(a, x, out=out)
+    assert torch.equal(out, x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        uncounted = torch.ones(3, 3)
+        sf.linear(x, a, out=uncounted) if linear else sf.spmm(a, x, out=uncounted)
+        assert torch.equal(uncounted, x)
+
+
+def test_memory_with_other_signs_than_its_tensor_is_not_shared() -> None:
+    """An array would have the signs of the memory. No GPU is needed: what CuPy gets is an address."""
+    imaginary = torch.complex(torch.zeros(2), torch.ones(2)).conj()
+    for t in (imaginary, imaginary.imag, torch._neg_view(torch.ones(2, dtype=torch.bfloat16))):
+        for share in (torch_tensors.torch_to_array, lambda t: torch_tensors._device_array(t, lambda *at: at)):
+            with pytest.raises(sf.errors.UsageError, match=r"(?i)its memory cannot be shared .* use tensor\.resolve_"):
+                share(t)
+
+
 def test_leading_dimensions_that_are_not_one() -> None:
     x = torch.arange(2 * 5 * 4.0).reshape(2, 5, 4)
     for t, shared in ((x, True), (x[:, -1:], True), (x[:, :3], False), (x[:0], True), (x[..., :0], True)):

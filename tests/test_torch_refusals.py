@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed: pip install
 from torch.autograd import forward_ad  # noqa: E402
 from torch_layers import DEPTH, ROWS, layer, tokens, weights  # noqa: E402
 
+import spformat as sf  # noqa: E402
 import spformat.torch as st  # noqa: E402
 from spformat.errors import UsageError  # noqa: E402
 
@@ -119,3 +121,27 @@ def test_what_is_not_transformed_passes() -> None:
         x = X.clone().requires_grad_()
         M(x).sum().backward()
     assert torch.equal(x.grad, w.sum(0).expand(3, DEPTH))
+
+
+def test_operands_of_other_kinds_are_named() -> None:
+    A, w = M.matrix, torch.from_numpy(weights("float32"))
+    for wrong in (w, w.numpy(), None):
+        with pytest.raises(UsageError, match=r"^W: expected a matrix of spformat, got .*use spformat.convert\(W"):
+            st.linear(X, wrong)
+        with pytest.raises(UsageError, match=r"^A: expected a matrix of spformat"):
+            st.spmm(wrong, X.mT)
+    for other in (X.numpy(), X.tolist()):
+        with pytest.raises(TypeError, match=r"^x: expected a torch tensor, got .*spformat.linear"):
+            st.linear(other, A)
+        with pytest.raises(TypeError, match=r"^B: expected a torch tensor"):
+            st.spmm(A.T, other)
+
+
+def test_a_stack_is_no_weight(tmp_path: Path) -> None:
+    stack = sf.stack([M.matrix, M.matrix])
+    for take in (lambda: st.SparseLinear(stack), lambda: st.linear(X, stack)):
+        with pytest.raises(UsageError, match="expected a matrix, got a stack of 2 matrices"):
+            take()
+    sf.save(tmp_path / "experts.safetensors", {"w": stack})
+    with sf.safe_open(tmp_path / "experts.safetensors") as f, pytest.raises(UsageError, match="'w': expected a matrix"):
+        st.SparseLinear.from_record(f.info("w"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,3 +210,29 @@ def test_results_of_a_named_backend_are_for_calls_with_that_backend(
     del tree["backend"]  # a file of an earlier version
     (folder / "tuned.json").write_text(json.dumps({"results": [tree]}))
     assert sf.tune(matrix(), 16, seconds=0.01) == replace(usual, remembered=True)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_results_that_come_at_the_same_time_are_all_kept(
+    there: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of several processes that tune the layers of a model: each reads the file, and writes it with its own."""
+    if there:
+        folder.mkdir(parents=True)
+    found = sf.tune(matrix(), 16, seconds=0.01)
+    tune.path().unlink()
+    if not there:
+        folder.rmdir()
+    read = tune.remembered
+
+    def slowly() -> dict[str, Tuned]:
+        results = read()
+        time.sleep(0.05)
+        return results
+
+    monkeypatch.setattr(tune, "remembered", slowly)
+    results = [replace(found, fingerprint=str(i)) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda t: tune._remember({t.key: t}), results))
+    assert read() == {t.key: t for t in results}
+    assert [p.name for p in folder.iterdir()] == ["tuned.json"]

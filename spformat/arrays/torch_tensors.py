@@ -114,7 +114,7 @@ def torch_to_array(t: Any) -> Array:
             return _device_array(t, functools.partial(_array_at, owner=t))
     t = t.detach()
     name = str(t.dtype).removeprefix("torch.")
-    if name in _UNKNOWN_TO_NUMPY and t.layout == torch.strided:
+    if name in _UNKNOWN_TO_NUMPY and t.layout == torch.strided and not t.is_neg():
         raw = torch_to_array(t.view(torch.uint16 if t.element_size() == 2 else torch.uint8))
         return raw.view(_UNKNOWN_TO_NUMPY[name])
     try:
@@ -172,6 +172,17 @@ def torch_empty(t: Any, shape: tuple[int, ...], dtype: str) -> Any:
     return torch.empty(shape, dtype=getattr(torch, dtype), device=t.device)
 
 
+def count_change(t: Any) -> None:
+    """Let torch count a change of ``t`` that it has not seen, because the contents were written through an array.
+
+    Autograd then refuses to use a tensor that it has kept for a gradient, as after every change in place.
+    """
+    import torch
+
+    if not t.is_inference():  # torch counts none of these
+        torch.autograd.graph.increment_version(t)
+
+
 def mergeable(t: Any) -> Any:
     """``t``; or a copy, if its leading dimensions cannot be merged into one by strides alone.
 
@@ -222,6 +233,9 @@ def _lent(t: Any) -> Array:
 
 
 def _device_array(t: Any, array_at: Callable[..., Array]) -> Array:
+    if t.is_neg() or t.is_conj():  # its memory has other signs than the tensor
+        fix = "use tensor.resolve_neg().resolve_conj()"
+        raise _not_shared(t, TypeError(f"torch negates or conjugates it when it reads it; {fix}"))
     try:
         return array_at(t.data_ptr(), t.shape, t.stride(), t.dtype, t.get_device())
     except (RuntimeError, TypeError, NotImplementedError) as e:  # a sparse layout; a type of torch alone

@@ -20,6 +20,7 @@ from ..arrays.torch_tensors import (
     array_to_torch,
     check_operands,
     compiling,
+    count_change,
     is_torch,
     mergeable,
     refuse_gradient,
@@ -362,6 +363,8 @@ def _of_torch(
     name, matrix = ("x", "W") if transposed_operands else ("B", "A")
     refuse_sparse(name, B)
     check_operands(**{name: B, "bias": epilogue["bias"], "out": out})
+    for factor in ("alpha", "beta"):
+        refuse_gradient(factor, epilogue[factor])
     if B.is_cuda == (A.device == "cpu"):
         fix = f"{matrix}.to('cuda')" if B.is_cuda else f"{name}.cuda(), or {matrix}.to('cpu')"
         where = f"{matrix} is on {A.device}, {name} on {B.device}"
@@ -377,4 +380,5 @@ def _of_torch(
         if out is None:
             return array_to_torch(call(x, None))
         call(x, array(out))
+        count_change(out)
         return out

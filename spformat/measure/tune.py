@@ -11,6 +11,7 @@ SPFORMAT_TUNED=off neither reads nor writes that file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -54,6 +55,7 @@ from ..products.problem import ROW
 from ..products.roofline import Device, device_for
 from ..storage.files import Path as AnyPath
 from ..storage.files import read_small
+from ..storage.locks import one_at_a_time
 from .bench import clock
 from .contenders import operand
 
@@ -362,7 +364,11 @@ def _wanted() -> bool:
 
 
 def _remember(results: Mapping[str, Tuned]) -> None:
-    if _wanted() and results:
+    if not (_wanted() and results):
+        return
+    with contextlib.suppress(OSError):  # where it cannot be made, ``_write`` says so
+        path().parent.mkdir(parents=True, exist_ok=True)
+    with one_at_a_time(path().parent):  # else one of two processes would write the file without what the other adds
         _write(path(), {k: v for k, v in remembered().items() if k not in results} | dict(results))
 
 

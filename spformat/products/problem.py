@@ -6,6 +6,7 @@ Kernels, the choice among them and the estimate of their time read these values 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import index
@@ -230,6 +231,10 @@ class Problem:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields alone. What was computed from them is of this process: another one gives texts other hashes."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     @computed_once
     def _hash(self) -> int:

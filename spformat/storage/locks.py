@@ -66,6 +66,26 @@ def token_name(lock: str) -> str:
     return lock.removesuffix(_LOCK_SUFFIX) + _TOKEN_SUFFIX
 
 
+@contextmanager
+def one_at_a_time(folder: Path) -> Iterator[None]:
+    """In the ``with`` block no other thread or process is in such a block for ``folder``; each waits for its turn.
+
+    For a file that is read, changed and written within moments. Nothing is locked where there is no such folder, or
+    where its file system has no locks.
+    """
+    try:
+        fd = os.open(os.fspath(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield
+        return
+    try:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        close_read(fd)
+
+
 # ------------------------------------------------------------------------------------------------ tokens of workers
 
 

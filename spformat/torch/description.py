@@ -80,16 +80,18 @@ class Description:
 
     @classmethod
     def of(cls, x: Format | Record) -> Description:
-        """The description of a matrix, or of a sparse tensor of a file."""
+        """The description of a matrix, or of a sparse tensor of a file. UsageError for a stack of matrices."""
         parts: Mapping[str, Format | Record]
         if isinstance(x, Format):
-            name, params, parts = x.name, x.params(), x.parts_by_name()
+            name, (M, K), params, parts = x.name, x.matrix_shape, x.params(), x.parts_by_name()
         elif x.format is not None:
-            name, params, parts = x.format.name, x.params, x.parts
+            if x.format.rank != 2:
+                raise UsageError(f"expected a matrix, got a {x.format.name} of shape {x.shape}", tensor=x.name)
+            name, (M, K), params, parts = x.format.name, x.shape, x.params, x.parts
         else:
             raise UsageError("expected a tensor in a sparse format, got a plain array", tensor=x.name)
         below = tuple((part, cls.of(p)) for part, p in parts.items())
-        return cls(name, (x.shape[0], x.shape[1]), tuple(params.items()), below)
+        return cls(name, (M, K), tuple(params.items()), below)
 
     @property
     def text(self) -> str:

@@ -10,6 +10,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..arrays.torch_tensors import untraced
+from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.transposed import Transposed
 from .description import Description
@@ -27,7 +28,7 @@ def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = 
 
 @untraced
 def _linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None) -> torch.Tensor:
-    tensors, text, transposed = _operands(W)
+    tensors, text, transposed = _operands("W", W, "x", x)
     return torch.ops.spformat.linear(x, tensors, bias, text, transposed)
 
 
@@ -39,13 +40,23 @@ def spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
 
 @untraced
 def _spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
-    tensors, text, transposed = _operands(A)
+    tensors, text, transposed = _operands("A", A, "B", B)
     return torch.ops.spformat.spmm(tensors, B, text, transposed)
 
 
-def _operands(A: Format | Transposed) -> tuple[list[torch.Tensor], str, bool]:
-    """(tensors, text, transposed): how operators take a matrix. The tensors are kept with the matrix."""
+def _operands(name: str, A: Format | Transposed, dense: str, x: torch.Tensor) -> tuple[list[torch.Tensor], str, bool]:
+    """(tensors, text, transposed): how operators take a matrix. The tensors are kept with the matrix.
+
+    name, dense: the arguments A and x as the caller's function has them. UsageError for an A that is no matrix,
+    TypeError for an x that is no tensor.
+    """
     matrix = A.matrix if isinstance(A, Transposed) else A
+    if not isinstance(matrix, Format):
+        fix = f"use spformat.convert({name}, format)"
+        raise UsageError(f"{name}: expected a matrix of spformat, got {type(A).__name__}: {fix}")
+    if not isinstance(x, torch.Tensor):
+        got = f"{type(x).__module__}.{type(x).__name__}"
+        raise TypeError(f"{dense}: expected a torch tensor, got {got}; spformat.linear and spformat.spmm take arrays")
     tensors, text = matrix.kernel_arrays("torch", lambda: _tensors_of(matrix))
     return tensors, text, isinstance(A, Transposed)
 

@@ -128,7 +128,7 @@ class Weight:
             y = array_to_torch(api.linear(torch_to_array(x), A, b))
             return y
         with torch.no_grad():
-            y = api.linear(with_lines(x) if x.is_cuda else x, A, bias)
+            y = api.linear(with_lines(x) if x.is_cuda else x, A, None if bias is None else bias.resolve_neg())
             return y.contiguous()
 
     def _product(self, key: Any, x: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
@@ -174,7 +174,7 @@ class Product:
     def takes(self, bias: torch.Tensor) -> bool:
         """Whether the bias is [M] in the dtype of the result, on its device."""
         fits = bias.dtype is self._dtype and bias.numel() == self._shape[-1] and bias.get_device() == self._device
-        return fits and bias.dim() == 1 and bias.is_contiguous()
+        return fits and bias.dim() == 1 and bias.is_contiguous() and not bias.is_neg()
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if self._several and torch.cuda.current_device() != self._device:

@@ -57,9 +57,13 @@ def _no_table(sums: str) -> Array:
 
 
 def sums_dtype(p: Problem) -> np.dtype[Any]:
-    """The dtype of the sums: int32 for int8 with int8, float64 when any operand is float64, else float32."""
+    """The dtype of the sums: int32 for int8 with int8, float64 when any operand is float64, else float32.
+
+    float64, too, for int8 with int8 where sums may be beyond int32 and C holds them.
+    """
     if p.a_dtype == p.b_dtype == "int8":
-        return np.dtype(np.int32)
+        beyond = p.inner >= 1 << 17 and "float" in p.out_dtype  # 2^17 products of 2^14
+        return np.dtype(np.float64 if beyond else np.int32)
     return np.dtype(np.float64 if "float64" in (p.a_dtype, p.b_dtype, p.out_dtype) else np.float32)
 
 

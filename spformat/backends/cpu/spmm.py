@@ -3,7 +3,8 @@
 Up to 16 columns of B go through loops of their own where the format has them (see ``few``), and some more in panels of
 16 columns (``times.IN_PANELS``).
 
-Sums are float32 (float64 when an operand or ``out`` is float64, int32 for int8 with int8, wrapping as int32 does)
+Sums are float32 (float64 when an operand or ``out`` is float64; int32 for int8 with int8, wrapping as int32 does, but
+float64 where K is 2^17 or more and ``out`` of a floating-point type)
 and are rounded once to the dtype of ``out``. The terms of an element of C are added in a fixed order that depends
 on the matrix and on N, never on the number of threads: |C - exact| <= k * 2^-24 * (|A| @ |B|) + half an ulp of
 ``out``, k the items of the row (2^-53 for float64).
