@@ -16,6 +16,8 @@ _KNOWN = {
     "cvt.rn.f16x2.f32 %0, %1, %2;": "{0} = emu_pack_half({1}, {2});",
     "cvt.rn.bf16x2.f32 %0, %1, %2;": "{0} = emu_pack_bfloat({1}, {2});",
     "mov.u64 %0, %globaltimer;": "{0} = clock64(); emu::yield();",
+    "red.release.gpu.global.add.u32 [%0], %1;": "atomicAdd({0}, {1});",
+    "atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;": "{0} = atomicAdd({1}, {2});",
     "mov.u32 %0, %smid;": "{0} = 0;",
     "mov.u32 %0, %cluster_ctarank;": "{0} = emu::block_rank;",
     "mov.u32 %0, %laneid;": "{0} = emu::lane();",

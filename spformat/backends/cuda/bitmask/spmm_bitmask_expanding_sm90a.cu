@@ -33,7 +33,7 @@ __global__ void __cluster_dims__(Parts, 1, 1) __launch_bounds__(threads<WG, BN>,
 spmm_bitmask_expanding_sm90a(const __grid_constant__ RecordExtents s, const u8* __restrict__ records,
                              const u32* __restrict__ starts, const __grid_constant__ TensorMap b_map, const T* __restrict__ B,
                              i64 b_k, i64 b_n, const __grid_constant__ TensorMap c_map, int by_copies, Out* C, int N, i64 ldc,
-                             int first_tile) {
+                             int first_tile, const CopyTo copied_b) {
     multiply_records<BitmaskRecords, T, Out, WG, BN, STAGES, Parts, Ahead, BCol, CCol>(s, records, starts, b_map, B, b_k, b_n,
-                                                                                       c_map, by_copies, C, N, ldc, first_tile);
+                                                                                       c_map, by_copies, C, N, ldc, first_tile, copied_b);
 }

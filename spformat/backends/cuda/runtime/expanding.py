@@ -138,9 +138,10 @@ def quantities(
     return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts), stored
 
 
-def copy_of_b_us(p: Problem, copied: bool, device: Device) -> tuple[float, float]:
-    """A constant for the launch that copies B, and the ideal microseconds of the copy; zeros where B is not copied."""
-    return float(copied), memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if copied else 0.0
+def copy_of_b_us(p: Problem, launches: float, device: Device) -> tuple[float, float]:
+    """What a copy of B costs before its bytes count, in launches, and the ideal microseconds of its bytes; zeros where
+    B is not copied."""
+    return launches, memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if launches else 0.0
 
 
 def grid(o: Operands, p: Problem, tile: Tile, parts: int) -> tuple[int, int, int]:
@@ -148,13 +149,18 @@ def grid(o: Operands, p: Problem, tile: Tile, parts: int) -> tuple[int, int, int
     return tiles_of(p, tile, o.n) * parts, 1, 1
 
 
-def tail(o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_col: bool) -> tuple[Any, ...]:
+def tail(
+    o: Operands, p: Problem, tile: Tile, parts: int, b: int, ldb: int, b_col: bool,
+    mapped: tuple[int, int] | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of a kernel behind those of A.
 
     b, ldb, b_col: address, pitch in elements and layout of B, or of a copy of it that the copy engine can address.
+    mapped: address and pitch of a copy that the product itself writes, which the copy engine loads instead.
     """
+    at, pitch = mapped or (b, ldb)
     extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (min(tile.cols, 64), DEPTH))
-    b_map = tensor_map.tiled(b, p.b_dtype, extents, (ldb,), box, 2 * box[0])
+    b_map = tensor_map.tiled(at, p.b_dtype, extents, (pitch,), box, 2 * box[0])
     b_steps = (1, ldb) if b_col else (ldb, 1)
     c_col, strip = p.out_layout == COL, math.gcd(tile.cols, 64) if parts == 1 else 16
     c_map, by_copies = tensor_map.UNMAPPED, 0

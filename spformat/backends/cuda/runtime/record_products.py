@@ -18,7 +18,8 @@ from . import expanding, jit, tensor_map
 from .copy_lines import Copy, copy_of
 from .expanding import DEPTH
 from .kernel import CudaKernel, Prepared
-from .launch import Bound, Launch, Operands
+from .launch import Bound, Launch, Operands, one_after_another
+from .own_copy import NO_COPY, CopyTo, OwnCopies, OwnCopy
 from .scratch import Scratch
 
 ARCHS = ("sm_90a",)
@@ -198,8 +199,9 @@ class RecordProducts(CudaKernel):
     """``out = A @ B`` for A with 16-bit values in records, on sm_90a only. Subclasses name the records.
 
     B and C are read and written where they lie, in both layouts. B is copied first where its lines do not start on
-    16-byte boundaries. Sums are float32. Where there are few tiles, the blocks of a cluster sum parts of K and add them
-    in a fixed order: the same bits every run.
+    16-byte boundaries: by a launch of its own or, with parts of K, by the blocks of the product. Sums are float32.
+    Where there are few tiles, the blocks of a cluster sum parts of K and add them in a fixed order: the same bits every
+    run.
     """
 
     source: ClassVar[str]
@@ -217,6 +219,8 @@ class RecordProducts(CudaKernel):
     """Names of tiles that the compile tests build, each with the operands: row, col, or wide (float16, float32 C)."""
     compiled_params: ClassVar[tuple[tuple[str, Any], ...]] = ()
     """of the format, for the compile tests"""
+    own_copy: ClassVar[float] = 0.7
+    """What a copy of B by the blocks of the product costs before its bytes count, measured in launches of a copy."""
     compiled_room: ClassVar[int]
     """``room_of`` their records."""
     terms = (*expanding.TERMS, "steps of all blocks", "records", "column-major C", "second launch", "copy of B")
@@ -281,7 +285,10 @@ class RecordProducts(CudaKernel):
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
         launches = 2 * launch if left else launch  # the second starts and ends like the first
-        copied = expanding.copy_of_b_us(p, p.n > 1 and b_alignment(p) < LINE, device)
+        launches_of_copy = 0.0
+        if p.n > 1 and b_alignment(p) < LINE:
+            launches_of_copy = self.own_copy if tile.parts > 1 else 1.0
+        copied = expanding.copy_of_b_us(p, launches_of_copy, device)
         return launches, *own, of_all, records, column_major, *copied
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -289,7 +296,7 @@ class RecordProducts(CudaKernel):
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
-        records, device, room_for_b = self.records(a, p), device_of(p), Scratch()
+        records, device, room_for_b, own_copies = self.records(a, p), device_of(p), Scratch(), OwnCopies()
         room, steps = room_of(records.longest), ceil_div(p.K, DEPTH)
         listed = records.filled is not None
         filled = records.filled if listed else ceil_div(p.M, tile.record_rows)
@@ -306,12 +313,16 @@ class RecordProducts(CudaKernel):
             arch, smem = jit.architecture(p.sm or 90, ARCHS), of.smem(room)
             function = jit.load(self.source, self.instance(of, room, q), arch, p.device_id, smem)
             fixed = (shape, records.data, records.starts)
-            return q, Launch(function, (Extents, *"PP", *expanding.TAIL, "i"), fixed, of.threads, smem, waits=True)
+            return q, Launch(
+                function, (Extents, *"PP", *expanding.TAIL, "i", CopyTo), fixed, of.threads, smem, waits=True
+            )
 
-        def launch(of: Tile, o: Operands, b_col: bool, c_col: bool, b: int, ldb: int, tiles: range) -> Bound:
-            q, own = variant(of, b_col, c_col)
-            tail = expanding.tail(o, q, of, of.parts, b, ldb, b_col)
-            return own.bind((len(tiles) * of.parts, 1, 1), o.stream, *tail, tiles.start)
+        def launch(
+            of: Tile, o: Operands, b_col: bool, c_col: bool, b: int, ldb: int, tiles: range, own: OwnCopy = NO_COPY
+        ) -> Bound:
+            q, launch = variant(of, b_col, c_col)
+            tail = expanding.tail(o, q, of, of.parts, b, ldb, b_col, own.mapped)
+            return launch.bind((len(tiles) * of.parts, 1, 1), o.stream, *tail, tiles.start, own.to)
 
         @functools.cache
         def copy(layout: str) -> Copy:
@@ -324,18 +335,21 @@ class RecordProducts(CudaKernel):
                 b_col, c_col = b_col or o.ldb == 1, c_col or o.ldc == 1
                 ldb, ldc = round_up(p.K, PITCH) if b_col else o.ldb, round_up(p.M, PITCH) if c_col else o.ldc
                 o = o._replace(ldb=ldb, ldc=ldc)
-            b, ldb = o.b, o.ldb
+            b, ldb, own = o.b, o.ldb, NO_COPY
+            tiles = expanding.tiles_of(p, tile, o.n)
             if not tensor_map.aligned(b, ldb, 2):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
-                ldb = pitch_of(along, 2)
-                b = room_for_b.buffer(o.stream, lines * ldb * 2)
-                calls = [copy(COL if b_col else ROW)(o.stream, o.b, b, o.n, o.ldb, ldb)]
-            tiles = expanding.tiles_of(p, tile, o.n)
+                pitch = pitch_of(along, 2)
+                if tile.parts > 1:  # where a launch of its own ends, clusters do not find room side by side
+                    own = own_copies.of(o.stream, lines, pitch, tiles * tile.parts, device)
+                else:
+                    b, ldb = room_for_b.buffer(o.stream, lines * pitch * 2), pitch
+                    calls = [copy(COL if b_col else ROW)(o.stream, o.b, b, o.n, o.ldb, ldb)]
             whole = tiles - (expanding.rest_of(tiles, tile, device) if tile.rest_parts > 1 else 0)
-            calls.append(launch(replace(tile, rest_parts=1), o, b_col, c_col, b, ldb, range(whole)))
+            calls.append(launch(replace(tile, rest_parts=1), o, b_col, c_col, b, ldb, range(whole), own))
             if whole < tiles:
                 calls.append(launch(in_parts, o, b_col, c_col, b, ldb, range(whole, tiles)))
-            return calls
+            return one_after_another(calls)
 
         vector = p.n == 1
         for of in {replace(tile, rest_parts=1), in_parts} if tile.rest_parts > 1 else {tile}:

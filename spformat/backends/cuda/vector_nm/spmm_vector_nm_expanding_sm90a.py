@@ -17,7 +17,7 @@ from ....products.roofline import Device, device_of
 from ..runtime import expanding, jit, launch, tensor_map
 from ..runtime.expanding import DEPTH
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Bound, Launch, Operands
+from ..runtime.launch import Bound, Launch, Operands, one_after_another
 from .vector_nm_launch import C_TYPES, AlignedRows, aligned_data, pattern, vector_reasons
 from .vector_nm_tiles import Pattern
 from .vector_nm_times import Split
@@ -27,6 +27,11 @@ NONE = 64
 """The line of a column that is not kept; as in the kernel."""
 ALIGNED = 8
 """The copy engine reads a column-major B only from columns of A whose number is a multiple of this."""
+
+
+EARLY = (0.3, 64), (0.5, 256), (0.8, 1 << 31)
+"""What a launch that copies B costs, with up to so many columns, of what it cost when its constant was fitted: the
+product then began after it."""
 
 
 class Expanding(ctypes.Structure):
@@ -130,7 +135,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
         passed = expanding.longest(expanding.tiles_of(p, t), t, tile.splits, steps_of(pattern(p)), device)
         own = expanding.quantities(p, t, tile.splits, passed, t.resident * passed, loaded, device)
-        return *own, *expanding.copy_of_b_us(p, copied, device)
+        return *own, *expanding.copy_of_b_us(p, copied * next(c for c, most in EARLY if p.n <= most), device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""
@@ -185,7 +190,7 @@ class SpmmVectorNMExpanding(CudaKernel):
             if col not in products:
                 products[col] = product(col)
             rest = expanding.tail(o, p, t, parts, b, ldb, col)
-            return [*calls, products[col].bind(expanding.grid(o, p, t, parts), o.stream, *rest)]
+            return one_after_another([*calls, products[col].bind(expanding.grid(o, p, t, parts), o.stream, *rest)])
 
         return Prepared(prepare, str(tile), int(lines.nbytes))
 

@@ -4,7 +4,8 @@
 //   records, starts    the records of a line, Records::ROWS rows, follow each other in the order of K; where each lies in memory
 //                      follows from its entry of starts and the next one
 //   b_map    TMA map of B: rows of N, boxes of min(BN, 64) x 64 k; BCol: columns of K, boxes of 64 k x BN
-//   B        T: element (k, n) at k*b_k + n*b_n, the memory of b_map, for sums that are not finite
+//   B        T: element (k, n) at k*b_k + n*b_n
+//   copied_b   with Parts: where the blocks copy B to before they multiply, the memory of b_map; or nothing, then B is that memory
 //   c_map    used when by_copies (16-bit C): see store_tile in expanding.cuh
 //   C        Out: rows ldc apart (CCol: columns)
 //
@@ -21,6 +22,7 @@
 #pragma once
 #include "spformat/expanding.cuh"
 #include "spformat/launch_order.cuh"
+#include "spformat/own_copy.cuh"
 
 namespace spformat::expanding {
 
@@ -57,7 +59,7 @@ template <class Records, class T, class Out, int WG, int BN, int STAGES, int Par
 __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u8* __restrict__ records,
                                                  const u32* __restrict__ starts, const TensorMap& b_map, const T* __restrict__ B,
                                                  i64 b_k, i64 b_n, const TensorMap& c_map, int by_copies, Out* C, int N, i64 ldc,
-                                                 int first_tile) {
+                                                 int first_tile, const CopyTo& copied_b) {
     static_assert(sizeof(T) == 2, "16-bit values");
     constexpr int ROWS = 64 * WG, WARPS = 4 * WG, B_BYTES = DEPTH * BN * 2;
     constexpr int RECORDS = ROWS / Records::ROWS, SHARERS = Records::ROWS / 16;  // records of a step; warps that read the same one
@@ -87,14 +89,26 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     if (first_tile == 0)
         wait_for_launch_before();
     let_next_launch_begin();
-    __syncthreads();
-
     // Lane i copies the records of the i-th line, which follow each other in memory. Where the next one ends is loaded a step ahead.
     const bool loads = warp == WARPS, copies = loads && lane < records_here;
     const i64 line = line0 + (copies ? lane : 0), of_line = (s.steps + STEPS - 1) / STEPS;
     const u32* ends = starts + line * of_line + first / STEPS;
     u32 start = 0, end = 0;
-    if (copies && first < last) start = ends[0], end = ends[1];
+    const OwnCopy own_copy = OwnCopy::of<BCol>(copied_b, B, b_k, b_n, s.K, N);
+    const bool copies_b = Parts > 1 && own_copy.wanted();
+    if (copies_b) {
+        if (copies && first < last) start = ends[0], end = ends[1];
+        own_copy.copy();
+    }
+    __syncthreads();
+
+    if (copies_b) {
+        if (const u32 bytes = copies && first < last ? Records::bytes(start, end) : 0)
+            bring_to_l2(records + Records::offset(start), bytes);
+        if (loads) own_copy.wait();
+    } else if (copies && first < last) {
+        start = ends[0], end = ends[1];
+    }
     auto fetch_b = [&](int k) {
         const u32 stage = (k - first) % STAGES;
         load_tile<BN, BCol>(base + stage * B_BYTES, b_map, full + 8 * stage, k * DEPTH, n0);
@@ -124,6 +138,7 @@ __device__ __forceinline__ void multiply_records(const RecordExtents& s, const u
     if (warp >= WARPS) {
         if (loads)
             for (int k = first; k < last; ++k) fetch(k);
+        if (loads && lane == 0 && copies_b) own_copy.leave();
         return;
     }
 
