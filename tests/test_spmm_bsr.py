@@ -178,7 +178,8 @@ def random_csr(rng: np.random.Generator, M: int, K: int, blocksize: tuple[int, i
     "blocksize", [(16, 16), (32, 32), (64, 64), (128, 128), (2, 3), (8, 8), (1, 32), (48, 80), (5, 7)]
 )
 @pytest.mark.parametrize(
-    ("b_layout", "out_layout", "N"), [(ROW, ROW, 200), (COL, COL, 40), (ROW, COL, 17), (COL, ROW, 1)]
+    ("b_layout", "out_layout", "N"),
+    [(ROW, ROW, 200), (COL, COL, 40), (ROW, COL, 17), (COL, ROW, 1), (COL, ROW, 203)],
 )
 def test_exact_on_integers(blocksize: tuple[int, int], dtype: str, b_layout: str, out_layout: str, N: int) -> None:
     """Exact sums from every kernel that takes the problem; C starts as NaN, B holds inf where no block reads it."""

@@ -249,12 +249,14 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             // contiguous runs, lie across D.
             constexpr bool Turn = OnM ? CCol : !CCol;
             const i64 n0 = static_cast<i64>(tile / groups) * BN + wn * WgCols;
-            if constexpr (BulkC) {
+            // Rows of C that start anywhere lie across D in runs of 16 columns for each warp: put together, they are 64.
+            constexpr bool Together = !BulkC && Turn && !CCol && sizeof(Out) == 2;
+            if constexpr (BulkC || Together) {
                 constexpr int StoreLine = CCol ? (OnM ? 64 : R) : 64;  // elements in a line of the store box, and its lines
                 constexpr int StoreLines = CCol ? (OnM ? WgCols : 64) : (OnM ? 64 : R);
                 constexpr u32 BoxBytes = StoreLine * StoreLines * 2;
                 const u32 mine = staging + group * WgRows * WgCols * 2;
-                if (leader) tma::store_wait_read<0>();  // the staging of the tile before is free again
+                if (BulkC && leader) tma::store_wait_read<0>();  // the staging of the tile before is free again
                 named_barrier(1 + group, 128);
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
@@ -271,9 +273,19 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                         else stmatrix_x4(to, tiles_8x8);
                     }
                 }
-                tma::fence_shared();
+                if constexpr (BulkC) tma::fence_shared();
                 named_barrier(1 + group, 128);
-                if (leader) {
+                if constexpr (Together) {
+#pragma unroll
+                    for (int b = 0; b < Blocks; ++b) {
+                        const i64 entry = first_entry + b;
+                        if (entry >= listed) continue;
+                        const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry, row = block_row * R + row_offset;
+                        store_lines<Out, 64>(raw + (mine + b * BoxBytes - shared_address(raw)), out + row * ldc + n0, ldc,
+                                             static_cast<int>(min(i64(R), M - row)), static_cast<int>(min(i64(64), N - n0)),
+                                             threadIdx.x % 128, 128);
+                    }
+                } else if (leader) {
                     constexpr int Boxes = OnM ? (CCol ? 1 : WgCols / 64) : Blocks;
 #pragma unroll
                     for (int box = 0; box < Boxes; ++box) {

@@ -1,6 +1,7 @@
 // From tensor-core accumulators to C: whole 32-byte sectors where alignment allows, single elements where not.
 #pragma once
 #include "spformat/dtypes.cuh"
+#include "spformat/units.cuh"
 
 namespace spformat {
 
@@ -72,19 +73,21 @@ __device__ __forceinline__ void store_16x16(Out* c, i64 ldc, i64 rows, i64 colum
     }
 }
 
-// Zero in rows x columns elements of C, laid out as above, by `threads` threads, of which this is number `thread`.
+// Zero in rows x columns elements of C, laid out as above, by `threads` threads, of which this is number `thread`. Lines may start
+// anywhere: units of 16 bytes between boundaries, single elements at both ends.
 template <class Out, bool Col>
 __device__ __forceinline__ void store_zeros(Out* c, i64 ldc, i64 rows, i64 columns, int thread, int threads) {
     constexpr int vector = 16 / sizeof(Out);
     const i64 lines = Col ? columns : rows, length = Col ? rows : columns;
-    const i64 pieces = cdiv<i64>(length, vector);
+    const i64 pieces = cdiv<i64>(length, vector) + 1;  // one more where a line starts inside of a unit
     for (i64 i = thread; i < lines * pieces; i += threads) {
-        Out* const to = c + i / pieces * ldc + i % pieces * vector;
-        const i64 valid = length - i % pieces * vector;
-        if (valid >= vector && reinterpret_cast<u64>(to) % 16 == 0) {
-            *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+        Out* const line = c + i / pieces * ldc;
+        const i64 first = i % pieces * vector - head_of(line);
+        if (first >= 0 && first + vector <= length) {
+            *reinterpret_cast<uint4*>(line + first) = make_uint4(0, 0, 0, 0);
         } else {
-            for (int j = 0; j < vector && j < valid; ++j) to[j] = from_float<Out>(0.0f);
+            for (int j = 0; j < vector; ++j)
+                if (first + j >= 0 && first + j < length) line[first + j] = from_float<Out>(0.0f);
         }
     }
 }

@@ -126,8 +126,8 @@ template <class Out> struct Result {
 template <class Out, int COLS> constexpr int strips_at_once = sizeof(Out) == 2 ? SLOT / (16 * COLS * 2) : 1;
 
 // One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, its SLOT bytes. number: of the strips that this warp
-// stored before. Whether all of the sums are finite; if not, they went by ordinary stores, and the lanes of this warp may read them.
-template <class Out, bool CCol, int COLS>
+// stored before. Narrow: of a tile of few columns. Whether all of the sums are finite; if not, they went by ordinary stores, and the lanes of this warp may read them.
+template <class Out, bool CCol, int COLS, bool Narrow>
 __device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col, int number) {
     constexpr int AT_ONCE = strips_at_once<Out, COLS>;
     const int lane = threadIdx.x % 32;
@@ -164,7 +164,7 @@ __device__ __forceinline__ bool store_strip(const float* sums, char* slot, const
     const bool vector = vector_aligned(c.data, c.ldc);
 #pragma unroll
     for (int part = 0; part < COLS / PART; ++part)
-        store_m16<Out, CCol, PART / 8>(sums + part * (PART / 2), slot, c.data, c.ldc, row, col + part * PART, c.M, c.N, vector);
+        store_m16<Out, CCol, PART / 8, Narrow>(sums + part * (PART / 2), slot, c.data, c.ldc, row, col + part * PART, c.M, c.N, vector);
     __syncwarp();
     return finite;
 }
@@ -209,7 +209,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
         u32 not_finite = 0;  // strips, a bit each
 #pragma unroll
         for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i)) not_finite |= 1u << i;
+            if (!store_strip<Out, CCol, STRIP, BN <= 64>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i)) not_finite |= 1u << i;
 #pragma unroll 1
         for (; not_finite; not_finite &= not_finite - 1) redo(warp, row, n0 + (__ffs(not_finite) - 1) * STRIP, STRIP);
     } else {
@@ -235,7 +235,7 @@ __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned 
             float sums[8] = {};
             parts_of_k::add<Parts, STRIP_BYTES / 2>(sums, base + own * Parts * STRIP_BYTES + lane * 16);
             const int i = own * Parts + part, of_warp = i % WARPS, row = row_of(of_warp), col = n0 + i / WARPS * 16;
-            if (!store_strip<Out, CCol, 16>(sums, slot, c, row, col, own / WARPS)) redo(of_warp, row, col, 16);
+            if (!store_strip<Out, CCol, 16, BN <= 64>(sums, slot, c, row, col, own / WARPS)) redo(of_warp, row, col, 16);
         }
     }
     if (lane == 0) tma::store_wait_read<0>();

@@ -10,11 +10,92 @@ namespace spformat {
 // Bytes of `scratch` that store_m16 needs per warp, 16-byte aligned.
 template <class Out, int NT> constexpr int store_m16_scratch = 16 * NT * 8 * int(sizeof(Out));
 
+// Elements of C below which rows of 16-bit values that start anywhere are written value by value, with `Single`: a small C leaves so
+// with fewer instructions, which a kernel waits for when it runs them for the first time; of a large one L2 would get eight
+// times the stores.
+constexpr i64 SINGLE = 1 << 18;
+
+// Lines of C that start anywhere, out of shared memory, by `threads` threads: units of 16 bytes from the first boundary on, shifted
+// out of two chunks, then both ends.
+//   lines   of Length elements each, swizzled<Length * size>; `there` of them exist, and `whole` elements of each
+//   first   the first element of line 0 in C; lines are ldc elements apart there
+template <class Out, int Length>
+__device__ __forceinline__ void store_lines(const char* lines, Out* __restrict__ first, i64 ldc, int there, int whole, int thread,
+                                            int threads) {
+    constexpr int size = int(sizeof(Out)), of_unit = 16 / size, units = Length / of_unit;
+    auto element = [&](int l, int i) { return lines + swizzled<Length * size>(l, i / of_unit) + i % of_unit * size; };
+    auto before_units = [&](int l) {  // elements of line l before its first 16-byte boundary
+        return static_cast<int>((16 - reinterpret_cast<u64>(first + l * ldc) % 16) % 16) / size;
+    };
+#pragma unroll 2
+    for (int k = thread; k < there * units; k += threads) {
+        const int l = k / units, at = before_units(l) + k % units * of_unit, chunk = at / of_unit;
+        if (at + of_unit > whole) continue;
+        const uint4 low = *reinterpret_cast<const uint4*>(element(l, chunk * of_unit));
+        const uint4 high = *reinterpret_cast<const uint4*>(element(l, min(chunk + 1, units - 1) * of_unit));
+        *reinterpret_cast<uint4*>(first + l * ldc + at) = shifted(low, high, at * size % 16);
+    }
+    const int ends = whole % of_unit ? 2 * of_unit : of_unit;  // elements outside of units, at most
+#pragma unroll 2
+    for (int k = thread; k < there * ends; k += threads) {
+        const int l = k / ends, e = k % ends, head = before_units(l);
+        const int at = e < head ? e : e + max(0, whole - head) / of_unit * of_unit;
+        if (at < whole) first[l * ldc + at] = *reinterpret_cast<const Out*>(element(l, at));
+    }
+}
+
+// store_m16, below, where lines of C start anywhere. A line lies in `scratch` as in memory modulo its length: element i of a line
+// whose first element lies `turn` elements behind a 16-byte boundary is element (turn + i) % length there. So every 16-byte unit
+// of memory that the line fills is one of `scratch`; what is left at both ends goes element by element. Lines are turned by another 16
+// bytes each, so that equal elements of neighbouring lines are in different banks.
+template <class Out, bool ColMajor, int NT>
+__device__ __forceinline__ void store_m16_anywhere(const float* acc, char* scratch, Out* __restrict__ c, i64 ldc, int row, int col,
+                                                   int M, int N) {
+    constexpr int size = int(sizeof(Out)), of_unit = 16 / size, lines = ColMajor ? NT * 8 : 16;
+    constexpr int length = ColMajor ? 16 : NT * 8, bytes = length * size, units = bytes / 16;  // of a line
+    static_assert((bytes & (bytes - 1)) == 0, "the length of a line is a power of two");
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int along0 = ColMajor ? row : col, across0 = ColMajor ? col : row;
+    const int whole = min(length, (ColMajor ? M : N) - along0), there = min(lines, (ColMajor ? N : M) - across0);
+    Out* const first = c + i64(across0) * ldc + along0;
+    const u32 start = static_cast<u32>(reinterpret_cast<u64>(first) / size), pitch = static_cast<u32>(ldc);
+    auto turn = [&](u32 l) { return (start + l * pitch) % of_unit; };
+    auto place = [&](u32 l, u32 at) { return reinterpret_cast<Out*>(scratch + l * bytes + (at * size + l * 16) % bytes); };
+
+    __syncwarp();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const u32 i = g + 8 * h, of_row = turn(i);
+#pragma unroll
+        for (int j = 0; j < NT; ++j)
+#pragma unroll
+            for (u32 e = 0; e < 2; ++e) {
+                const u32 n = 8 * j + 2 * t + e;
+                *(ColMajor ? place(n, turn(n) + i) : place(i, of_row + n)) = from_float<Out>(acc[4 * j + 2 * h + e]);
+            }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int k0 = 0; k0 < lines * units; k0 += 32) {
+        const int k = k0 + lane, l = k / units, u = k % units, at = u * of_unit - int(turn(l));
+        if (k < lines * units && l < there && at >= 0 && at + of_unit <= whole)
+            *reinterpret_cast<uint4*>(first + l * ldc + at) = *reinterpret_cast<const uint4*>(place(l, u * of_unit));
+    }
+#pragma unroll 2
+    for (int k = lane; k < lines * of_unit; k += 32) {
+        const int l = k / of_unit, e = k % of_unit, s = turn(l), tail = (whole + s) / of_unit * of_unit - s;
+        if (l >= there) continue;
+        Out* const to = first + l * ldc;
+        if (s && e < min(of_unit - s, whole)) to[e] = *place(l, s + e);
+        if (tail >= 0 && tail + e < whole) to[tail + e] = *place(l, s + tail + e);
+    }
+}
+
 // One warp stores 16 rows x 8*NT columns of C, first element (row, col); what lies outside M x N is left alone.
 //   acc[4j + r] of lane 4g+t = C[row + g + 8*(r/2)][col + 8j + 2t + r%2] (the D fragments of mma and wgmma)
 //   ColMajor: C[i][j] at c[i + j*ldc], else c[i*ldc + j]
 //   vector: c and ldc allow 16-byte stores
-template <class Out, bool ColMajor, int NT>
+template <class Out, bool ColMajor, int NT, bool Single = false>
 __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* __restrict__ c, i64 ldc, int row, int col,
                                           int M, int N, bool vector) {
     constexpr int line = (ColMajor ? 16 : NT * 8) * int(sizeof(Out));  // bytes of C that are contiguous here
@@ -22,6 +103,23 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
     constexpr int per_chunk = 16 / int(sizeof(Out));
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 
+    if constexpr (Single && !ColMajor && sizeof(Out) == 2) {
+        if (!vector && i64(M) * N < SINGLE) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int i = row + g + 8 * h;
+                Out* const to = c + i * ldc + col + 2 * t;
+                const int left = i < M ? N - col - 2 * t : 0;  // columns of C from `to` on
+#pragma unroll
+                for (int j = 0; j < NT; ++j) {
+                    if (8 * j < left) to[8 * j] = from_float<Out>(acc[4 * j + 2 * h]);
+                    if (8 * j + 1 < left) to[8 * j + 1] = from_float<Out>(acc[4 * j + 2 * h + 1]);
+                }
+            }
+            return;
+        }
+    }
+    if (!vector) return store_m16_anywhere<Out, ColMajor, NT>(acc, scratch, c, ldc, row, col, M, N);
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < NT; ++j)
@@ -43,32 +141,6 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
     __syncwarp();
     const int along0 = ColMajor ? row : col, across0 = ColMajor ? col : row;
     const int along_end = ColMajor ? M : N, across_end = ColMajor ? N : M;
-    if (!vector) {
-        // Lines start anywhere: units of 16 bytes from the first boundary on, shifted out of two chunks, then both ends.
-        constexpr int units = line / 16, size = int(sizeof(Out));
-        const int whole = min(line / size, along_end - along0), there = min(lines, across_end - across0);
-        Out* const first = c + i64(across0) * ldc + along0;
-        auto before_units = [&](int l) {  // elements of line l before its first 16-byte boundary
-            return static_cast<int>((16 - reinterpret_cast<u64>(first + l * ldc) % 16) % 16) / size;
-        };
-#pragma unroll 2
-        for (int k = lane; k < lines * units; k += 32) {
-            const int l = k / units, at = before_units(l) + k % units * per_chunk, chunk = at * size / 16;
-            if (l >= there || at + per_chunk > whole) continue;
-            const uint4 low = *reinterpret_cast<const uint4*>(scratch + swizzled<line>(l, chunk));
-            const uint4 high = *reinterpret_cast<const uint4*>(scratch + swizzled<line>(l, min(chunk + 1, units - 1)));
-            *reinterpret_cast<uint4*>(first + l * ldc + at) = shifted(low, high, at * size % 16);
-        }
-        const int ends = whole % per_chunk ? 2 * per_chunk : per_chunk;  // elements outside units, at most; a power of two
-#pragma unroll 2
-        for (int k = lane; k < lines * ends; k += 32) {
-            const int l = ends == per_chunk ? k / per_chunk : k / (2 * per_chunk), e = k & (ends - 1), head = before_units(l);
-            const int at = e < head ? e : e + max(0, whole - head) / per_chunk * per_chunk;
-            if (l < there && at < whole)
-                first[l * ldc + at] = *reinterpret_cast<const Out*>(scratch + swizzled<line>(l, at * size / 16) + at * size % 16);
-        }
-        return;
-    }
 #pragma unroll
     for (int k = lane; k < lines * (line / 16); k += 32) {
         const int across = across0 + k / (line / 16), along = along0 + (k % (line / 16)) * per_chunk;
