@@ -6,6 +6,8 @@ With ``--formats`` instead of ``--kernels`` both run the kernel that they choose
 beside them, with cold L2, and every result is checked. Prints how many times as fast as the earlier version this one
 is, and both over dense: geometric mean and worst, by kernel or format, layout and number of columns.
 
+With ``--odd`` B and C are row-major and numbers of columns are odd, so that rows of 16-bit values start anywhere.
+
 ``--jobs`` processes compile the kernels first: what they leave in CuPy's cache is not compiled again.
 """
 
@@ -30,7 +32,7 @@ import spformat
 from spformat.backends.cuda import KERNELS
 from spformat.errors import SpformatError
 from spformat.measure import bench, calibration_cases, contenders
-from spformat.products.problem import COL
+from spformat.products.problem import COL, ROW
 
 WIDTHS = 4
 """Numbers of columns for each matrix."""
@@ -54,7 +56,7 @@ class Row(NamedTuple):
 
 
 def products(
-    seed: int, kernels: Sequence[str], formats: Sequence[str], columns: tuple[int, int]
+    seed: int, kernels: Sequence[str], formats: Sequence[str], columns: tuple[int, int], odd: bool
 ) -> Iterator[tuple[Any, Any, Any, str]]:
     """Without end: a matrix, B and C of a product, and the name of a kernel for its format.
 
@@ -70,10 +72,15 @@ def products(
         if spec.dtype == "float32":
             continue
         a = calibration_cases.build(spec, cp, number)
-        for n, b_layout, c_layout in spec.widths:
+        for n, b_layout, c_layout in widths(spec, odd):
             B = calibration_cases.operand(cp, spec.K, n, b_layout, spec.dtype)
             C = cp.empty((spec.M, n), a.dtype, order="F" if c_layout == COL else "C")
             yield from ((a, B, C, name) for name in takes)
+
+
+def widths(spec: Any, odd: bool) -> list[tuple[int, str, str]]:
+    """Numbers of columns of what was drawn, with the layouts of B and C. odd: rows of odd lengths instead."""
+    return [(n | 1, ROW, ROW) if odd else (n, b_layout, c_layout) for n, b_layout, c_layout in spec.widths]
 
 
 def plans(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> list[Any]:
@@ -158,6 +165,7 @@ def main() -> None:
         "--formats", help="comma-separated: each version chooses a kernel for products in these formats"
     )
     parser.add_argument("--columns", type=ends, default=(1, 4096), metavar="LEAST-MOST")
+    parser.add_argument("--odd", action="store_true", help="row-major B and C, odd numbers of columns")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first; 0: none")
@@ -176,7 +184,7 @@ def main() -> None:
             packages = (__import__("spformat_earlier"), spformat)
         else:
             packages = (earlier_package(options.earlier, folder), spformat)
-        work = products(options.seed, kernels, formats, options.columns)
+        work = products(options.seed, kernels, formats, options.columns, options.odd)
         if options.compile_only:
             number, of = map(int, options.compile_only)
             mine = itertools.islice(work, number, None, of)

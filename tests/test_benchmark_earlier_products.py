@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,12 @@ def test_the_table() -> None:
         "| N 17 to 64 | 1 | 2.000 (2.00 to 2.00) | 1.50 | 3.00 |",
         "| N 257 to 4096 | 1 | 0.750 (0.75 to 0.75) | 1.00 | 0.75 |",
     ]
+
+
+def test_odd_numbers_of_columns() -> None:
+    spec = SimpleNamespace(widths=[(2, "col", "row"), (7, "row", "col")])
+    assert earlier_products.widths(spec, odd=True) == [(3, "row", "row"), (7, "row", "row")]
+    assert earlier_products.widths(spec, odd=False) == spec.widths
 
 
 def test_products_that_a_version_refuses_are_left_out() -> None:
