@@ -10,6 +10,7 @@ from exact import assert_exact, hopper, matrix, tile_in
 from test_kernels import Guarded, problem
 
 from spformat.backends.cuda.csr import spmm_csr_expanding_sm90a as expanding
+from spformat.backends.cuda.runtime import own_copy
 from spformat.backends.cuda.runtime.launch import Operands
 from spformat.formats import CSR
 
@@ -68,6 +69,20 @@ def test_with_parts_of_k_the_blocks_copy(parts: int, launches: int) -> None:
     p, tile = problem(a, 11, "bfloat16", ("row", "row"), 90), tile_in(expanding.TILES, 1, 16, 6, parts)
     prepared = KERNEL.prepared_with(a.to("cuda"), p, tile)
     assert len(prepared.prepare(Operands(B.data.ptr, C.data.ptr, 11, 11, 11, 0))) == launches
+
+
+@pytest.mark.gpu
+def test_a_launch_keeps_the_memory_of_its_copy() -> None:
+    cp = hopper()
+    x = matrix(np.random.default_rng(0), 70, 140, 0.3, "bfloat16")
+    a, B, C = CSR.from_dense(x), cp.ones((140, 11), x.dtype), cp.empty((70, 11), x.dtype)
+    p, tile = problem(a, 11, "bfloat16", ("row", "row"), 90), tile_in(expanding.TILES, 1, 16, 6, 2)
+    (bound,) = KERNEL.prepared_with(a.to("cuda"), p, tile).prepare(Operands(B.data.ptr, C.data.ptr, 11, 11, 11, 0))
+    (packed,) = (x for x in bound._tail if isinstance(x, own_copy.Packed))
+    mapped = bound._tail[0]
+    for place, least in ((packed.place, 4), (mapped.address, 2 * 140 * 16)):
+        start = place.buffer.array.data.ptr
+        assert start <= place <= start + place.buffer.array.nbytes - least
 
 
 PLANTED = """

@@ -8,14 +8,20 @@ from typing import NamedTuple
 from ....products.roofline import Device
 from .scratch import Scratch
 
-COUNT = 256
-"""Bytes in front of a copy, which begin with a count, as in the header."""
-
 
 class CopyTo(ctypes.Structure):
     """Must match ``CopyTo`` in the header."""
 
-    _fields_ = [("at", ctypes.c_uint64), ("ld", ctypes.c_int64), ("shares", ctypes.c_int32)]
+    _fields_ = [
+        ("count", ctypes.c_uint64), ("lines", ctypes.c_uint64), ("ld", ctypes.c_int64), ("shares", ctypes.c_int32),
+    ]  # fmt: skip
+
+
+class Packed(bytes):
+    """The bytes of a ``CopyTo``. They keep the memory of its count while a launch has them among its arguments."""
+
+    place: int
+    """The address of the count, with its buffer."""
 
 
 class OwnCopy(NamedTuple):
@@ -24,7 +30,7 @@ class OwnCopy(NamedTuple):
     mapped: tuple[int, int] | None
     """Its address and its pitch in elements; None: no copy."""
     to: bytes
-    """What the kernel is told: a ``CopyTo``."""
+    """The argument of the kernel: a ``CopyTo``."""
 
 
 NO_COPY = OwnCopy(None, bytes(ctypes.sizeof(CopyTo)))
@@ -35,12 +41,14 @@ class OwnCopies:
     """The copies of B of one plan, with 16-bit values: one place for each stream and power of two of bytes."""
 
     def __init__(self) -> None:
-        self._places = Scratch(zeros=True)  # of the counts; nobody relies on zeros behind them
+        self._counts, self._lines = Scratch(zeros=True), Scratch()
 
     def of(self, stream: int, lines: int, ld: int, blocks: int, device: Device) -> OwnCopy:
         """The copy of so many lines, ``ld`` elements apart, for a launch of so many blocks on ``stream``.
 
         As many blocks as a device has multiprocessors copy a part each: these run at one time.
         """
-        at = self._places.buffer(stream, COUNT + 2 * lines * ld)
-        return OwnCopy((at + COUNT, ld), bytes(CopyTo(at, ld, min(blocks, device.processors))))
+        count, at = self._counts.buffer(stream, 4), self._lines.buffer(stream, 2 * lines * ld)
+        packed = Packed(CopyTo(count, at, ld, min(blocks, device.processors)))
+        packed.place = count
+        return OwnCopy((at, ld), packed)

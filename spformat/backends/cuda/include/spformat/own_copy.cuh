@@ -12,12 +12,11 @@
 
 namespace spformat {
 
-constexpr int COUNT = 256;  // bytes in front of a copy, which begin with the count; the same in own_copy.py
-
-// Where a kernel is told to copy lines to. ctypes counterpart: own_copy.CopyTo.
+// Where a kernel copies lines to. ctypes counterpart: own_copy.CopyTo.
 struct CopyTo {
-    unsigned char* at;  // the count, 0 before and after, and COUNT bytes behind it the lines; null: nothing is copied
-    i64 ld;             // elements between lines, which start on 16 bytes and have room for whole units
+    u32* count;  // 0 before and after; null: nothing is copied
+    u16* lines;
+    i64 ld;      // elements between lines, which start on 16 bytes and have room for whole units
     int shares;
 };
 
@@ -28,8 +27,8 @@ public:
     static __device__ __forceinline__ OwnCopy of(const CopyTo& to, const T* B, i64 b_k, i64 b_n, int K, int N) {
         static_assert(sizeof(T) == 2, "16-bit values");
         OwnCopy x;
-        x.from_ = reinterpret_cast<const u16*>(B), x.count_ = reinterpret_cast<u32*>(to.at);
-        x.to_ = reinterpret_cast<u16*>(to.at + COUNT), x.ld_to_ = to.ld, x.shares_ = to.shares;
+        x.from_ = reinterpret_cast<const u16*>(B), x.to_ = to.lines;
+        x.count_ = to.count, x.ld_to_ = to.ld, x.shares_ = to.shares;
         x.ld_from_ = BCol ? b_n : b_k, x.lines_ = BCol ? N : K, x.along_ = BCol ? K : N;
         return x;
     }
