@@ -102,3 +102,29 @@ def test_transposed_products_by_every_way(cp: Any, spec: str, dtype: str) -> Non
             sf.spmm(A.T, dev, out=out, backend=backend)
             exact = wanted.astype(x.dtype).astype(np.float64)
             assert (out.get().astype(np.float64) == exact).all(), (spec, n, backend)
+
+
+@pytest.mark.parametrize(
+    ("specs", "transposed", "backend"),
+    [
+        (("csr", "coo"), False, COMPOSED),
+        (("csc", "csr"), True, COMPOSED),
+        (("coo",), False, "composed.copied_operands"),
+        (("csr",), True, "composed.copied_operands"),
+    ],
+)
+def test_out_is_not_the_memory_of_a_matrix_inside(
+    cp: Any, specs: tuple[str, ...], transposed: bool, backend: str
+) -> None:
+    """The plan of a sum or of a copied operand asks the plans inside of it where their matrices lie."""
+    x = np.arange(1, 64 * 64 + 1, dtype=np.float32).reshape(64, 64)
+    pieces = [sf.convert(m, s) for m, s in zip((np.triu(x), np.tril(x, -1)), specs, strict=False)]
+    A = (sf.Sum(parts=tuple(pieces)).validate() if len(pieces) > 1 else pieces[0]).to("cuda")
+    B = cp.ones((64, 13), np.float32)
+    plan = sf.plan(A.T if transposed else A, B=B, backend=backend)
+    for matrix in A.parts_by_name().values() or [A]:
+        values = matrix.arrays()["data"]
+        before = values.get()
+        with pytest.raises(ValueError, match="out overlaps the arrays of A"):
+            plan(B, out=values[: 64 * 13].reshape(64, 13))
+        assert (values.get() == before).all()

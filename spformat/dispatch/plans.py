@@ -41,7 +41,9 @@ def plan_with(kernel: Kernel, A: Format, problem: Problem) -> Plan:
     if plan.reads is not None:
         return plan
     # The arrays are kept as well: otherwise their memory could be freed, allocated again, and be given as ``out``.
-    return replace(plan, run=_guarded(plan.run, MemoryOf(A.alias()), len(problem.operands) - 1))
+    # A plan that runs this one inside takes its launches, not its ``run``, and refuses the same memory itself.
+    reads = MemoryOf(A.alias())
+    return replace(plan, run=_guarded(plan.run, reads, len(problem.operands) - 1), reads=reads)
 
 
 def _with_epilogue(plan: Plan, problem: Problem, purpose: str) -> Plan:
