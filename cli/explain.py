@@ -55,7 +55,7 @@ def run(
     from spformat.checkpoint.fastest import numbers
     from spformat.checkpoint.recipe import included
     from spformat.checkpoint.source import open_source
-    from spformat.checkpoint.stacks import holds_matrices, records_of
+    from spformat.checkpoint.stacks import holds_matrices, nbytes_of, records_of
     from spformat.dispatch import cost
     from spformat.dispatch.api import explain
     from spformat.products import roofline
@@ -69,7 +69,7 @@ def run(
     known = roofline.known_device(board, sm)
     source = open_source(src)
     out: list[Row] = []
-    asked: dict[Problem, tuple[Explanation, Cost | None]] = {}
+    asked: dict[tuple[Problem, int], tuple[Explanation, Cost | None]] = {}
     tensors = [source.records[name][1] for name in included(source.records, include)]
     matrices = [m for tensor in filter(holds_matrices, tensors) for m in records_of(tensor)]
     if not matrices:
@@ -81,13 +81,15 @@ def run(
             a.format, a.params, *a.shape, width, a.stored, a.dtype, a.dtype, result_dtype(a.dtype, a.dtype),
             b_layout, device="cpu" if sm is None else "cuda", sm=sm, workspace=workspace, parts=a.parts,
         )  # fmt: skip
-        if problem not in asked:  # layers of one model ask the same again and again
+        nbytes = nbytes_of(r)  # a problem alone does not say how many indices blocks and parts of a sum have
+        if (problem, nbytes) not in asked:  # layers of one model ask the same again and again
             with roofline.on(known) if known else nullcontext():
                 answer = explain(problem, backend=backend or None, installed=sm is None)
             estimated = known if answer.chosen else None
-            costs = estimated and cost.estimate(problem, width, device=estimated, backend=backend or None)
-            asked[problem] = answer, costs
-        out.append((r.name, *asked[problem]))
+            named = backend or None
+            costs = estimated and cost.estimate(problem, width, device=estimated, backend=named, nbytes=nbytes)
+            asked[problem, nbytes] = answer, costs
+        out.append((r.name, *asked[problem, nbytes]))
     if as_json:
         print_json([
             {"tensor": name, "n": e.problem.n, "chosen": e.chosen, "rates": e.rates,

@@ -248,7 +248,7 @@ def _patterns(s: Structure) -> Any:
             yield f"{n}:{m} vectors of {length}"
             break
     for b in (64, 32, 16):
-        grid = -(-s.shape[0] // b) * -(-s.shape[1] // b)
+        grid = s.grid(b)
         if s.blocks[b][0] < 0.9 * grid and _fill(s, b) > 0.8:
             yield f"{b}x{b} blocks, {100 * (1 - s.blocks[b][0] / grid):.0f} % empty"
             break

@@ -143,3 +143,18 @@ def test_explain_prints_the_cost() -> None:
     tree = json.loads(spformat("explain", DIGITS, "--gpu", "sm_90", "-n", "256", "--json").stdout)
     assert all(row["cost"]["bound"] in ("launch", "memory", "L2", "compute") for row in tree)
     assert "at least" not in spformat("explain", DIGITS).stdout
+
+
+def test_explain_counts_the_bytes_that_a_file_has(tmp_path: Any) -> None:
+    """Blocks share an index: four bytes for each of their values, as of CSR, gave a floor above the expected time."""
+    x = np.kron(np.eye(16), np.ones((32, 32))).astype(np.float16)
+    x[0, 40] = 2  # in a block of its own
+    texts = ("bsr:blocksize=32x32", "dbsr:blocksize=32x32", "sr-bcrs", "ell-buckets", "bsr:32x32,density>=0.5+csr")
+    matrices = {f"w{i}": sf.convert(x, text) for i, text in enumerate(texts)}
+    experts = [sf.convert(y, texts[0]) for y in (x, x * (x != 2))]
+    sf.save(tmp_path / "w.safetensors", matrices | {"w": sf.stack(experts)})
+    tree = json.loads(spformat("explain", tmp_path / "w.safetensors", "--gpu", "H200", "-n", "8", "--json").stdout)
+    beside = 2 * 512 * 8 * 2
+    matrices |= {f"w.{e}": a for e, a in enumerate(experts)}
+    expected = {name: a.nbytes + beside for name, a in matrices.items()}
+    assert {row["tensor"]: row["cost"]["bytes"] for row in tree} == expected

@@ -166,6 +166,15 @@ def test_auto_is_the_smallest_for_the_whole_stack(model: Path, tmp_path: Path) -
             assert sf.stack(two_four(5, 70, 64), text).nbytes == nbytes, text
 
 
+def test_inspect_counts_the_empty_blocks_of_every_matrix(tmp_path: Path) -> None:
+    """Each of the 16 matrices has a row of ten blocks. The rows of all of them are 15 rows of blocks, if joined."""
+    x = np.zeros((16, 15, 160), np.float32)
+    x.reshape(16, 15, 5, 32)[..., :16] = 1
+    sf.save(tmp_path / "w.safetensors", {"all": sf.stack(x, "csr"), "one": sf.convert(x[0], "csr")})
+    rows = json.loads(command("inspect", tmp_path / "w.safetensors", "--json").out)["tensors"]
+    assert all("16x16 blocks, 50 % empty" in r["patterns"] for r in rows), [r["patterns"] for r in rows]
+
+
 def test_a_matrix_that_does_not_fit_decides_for_its_stack(model: Path, tmp_path: Path) -> None:
     x = two_four(4, 64, 64)
     x[2, 0, :4] = 1

@@ -53,10 +53,11 @@ def holds_matrices(r: Record) -> bool:
 
 def matrices_of(plan: TensorPlan) -> tuple[TensorPlan, ...]:
     """A plan for each matrix of a stack."""
-    return tuple(replace(plan, name=r.name, record=r, bytes_in=_nbytes(r)) for r in records_of(plan.record))
+    return tuple(replace(plan, name=r.name, record=r, bytes_in=nbytes_of(r)) for r in records_of(plan.record))
 
 
-def _nbytes(r: Record) -> int:
+def nbytes_of(r: Record) -> int:
+    """Bytes of the arrays of a matrix, those of its parts included."""
     return sum(product(*shape, SAFETENSORS[code].itemsize) for code, shape in r.arrays.values())
 
 

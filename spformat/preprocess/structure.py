@@ -97,6 +97,10 @@ class Structure:
         stored = self.blocks[b][0] * b * b
         return self.nnz / stored if stored else 0.0
 
+    def grid(self, b: int) -> int:
+        """How many b x b blocks the matrix is cut into, empty ones included."""
+        return ceil_div(self.shape[0], b) * ceil_div(self.shape[1], b)
+
     @property
     def mean_row(self) -> float:
         """Nonzeros of a row on average; 0 without rows."""
@@ -172,6 +176,10 @@ class StackStructure(Structure):
     def kept_share(self, tile_rows: int) -> float:
         """The mean over the matrices."""
         return sum(s.kept_share(tile_rows) for s in self.matrices) / len(self.matrices)
+
+    def grid(self, b: int) -> int:
+        """Those of all matrices: no block reaches from one into the next."""
+        return sum(s.grid(b) for s in self.matrices)
 
     def nbytes(self, text: str) -> int | None:
         """The exact bytes of all matrices in a format; None if the counts of one of them do not decide it."""
