@@ -79,6 +79,7 @@ def run(
     from spformat.errors import DeviceUnavailable, LimitError, StructureError, UsageError
     from spformat.formats.convert import convert
     from spformat.measure import bench, contenders
+    from spformat.products.problem import result_dtype
 
     if plot:
         _check_plot(plot)
@@ -140,7 +141,7 @@ def run(
             environment = environment or bench.environment(B)
             crowd = contenders.ours(fitted, B, only) + contenders.dense(fitted, B)
             crowd += contenders.sparse_library(fitted, B) + contenders.torch_peers(fitted, B)
-            out_dtype = "float32" if fitted.dtype.itemsize > 2 else fitted.dtype.name
+            out_dtype = result_dtype(fitted.dtype.name, B.dtype.name)  # of the arrays that the contenders write
             case = bench.Case(f"{name} N={width}", fitted, B, tuple(crowd), out_dtype, {"nnz": fitted.nnz})
             results = bench.compare(case, repeats)
             rows += [row | {"tensor": name, "N": width, "format": fitted.name} for row in bench.to_json(results)]

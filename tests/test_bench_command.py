@@ -30,6 +30,20 @@ def test_bench_as_json_keeps_its_notes_in_the_document(tmp_path: Path) -> None:
         assert json.loads(r.stderr)["code"] == error
 
 
+@pytest.mark.parametrize(
+    ("dtype", "result"), [("float64", 8), ("float32", 4), ("float16", 2), ("int8", 4), ("float8_e4m3fn", 4)]
+)
+def test_the_bytes_per_second_count_c_as_it_is_written(dtype: str, result: int, tmp_path: Path) -> None:
+    """A C of float64 was counted as float32, and one of int32 or float32 as 8-bit values."""
+    a = sf.convert(np.eye(64, 32, dtype=np.float32), "csr", dtype=dtype)
+    sf.save(tmp_path / "w.safetensors", {"w": a})
+    r = spformat("bench", tmp_path / "w.safetensors", "-n", 24, "--device", "cpu", "--repeats", 1, "--json")
+    assert r.returncode == 0, r.stderr
+    moved = a.nbytes + 32 * 24 * a.dtype.itemsize + 64 * 24 * result
+    for row in json.loads(r.stdout)["results"]:
+        assert row["note"] or row["gbytes_per_s"] * row["cold_us"] * 1e3 == pytest.approx(moved), row["name"]
+
+
 @pytest.mark.parametrize("to", ["fastest", "fastest:n=16", "keep"])
 def test_bench_says_which_formats_it_measures(to: str) -> None:
     r = spformat("bench", DIGITS, "--to", to)
