@@ -227,6 +227,14 @@ def test_the_reasons_in_words() -> None:
     assert any("raised to what is possible" in reason for r in tiny for reason in r.reasons)
 
 
+def test_a_format_that_no_kernel_takes_expects_no_time_at_all() -> None:
+    """ "csr, the next, expects no time in all" said the opposite of what was meant."""
+    first, *others = sf.recommend(np.eye(64, dtype=np.float32), 16, backend="vendor.cublas_gemm")
+    assert first.format == "dense"
+    assert {r.total_us for r in others} == {None}
+    assert first.reasons[-1] == "stay dense: no kernel takes all products with another format"
+
+
 def test_more_columns_take_no_less_time_and_nothing_beats_dense_without_zeros_to_skip() -> None:
     """Constants of kernels for many columns extrapolate to too little for small matrices."""
     full = normal(1024, 256)

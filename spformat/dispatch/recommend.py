@@ -330,7 +330,10 @@ def _with_reasons(ranked: list[Recommendation], objective: str) -> tuple[Recomme
         said = list(r.reasons)
         if r is dense:
             if i == 0 and rest and objective == "time" and r.total_us is not None:
-                said.append(f"stay dense: {rest[0].format}, the next, expects {_us(rest[0].total_us)} in all")
+                second, text = rest[0], "no kernel takes all products with another format"
+                if second.total_us is not None:
+                    text = f"{second.format}, the next, expects {_us(second.total_us)} in all"
+                said.append(f"stay dense: {text}")
         elif dense is not None and (text := _speed(r, dense)):
             said.append(text)
         most = max(r.workspace.values(), default=0)  # the text of a recommendation names the largest
