@@ -90,6 +90,8 @@ def run(
         loaded = calibration.loaded(files, device, validate)
         where = calibration.device_of(loaded) if loaded else device or _default_device()
         scope = calibration.scope(where, seed, seconds, kernels, to, columns, tiles, validate)
+        if not loaded:
+            _check_kernels(where)
         if validate:
             calibration.validate(scope, as_json)
         else:
@@ -108,9 +110,8 @@ def run(
     for name in only:
         if why := backends.get(name).missing():
             raise DeviceUnavailable(f"--backend {name}: {'; '.join(why)}")
-    host = backends.get("cpu").missing() if where == "cpu" and not only else ()
-    if host:  # then dense products alone would be timed
-        raise DeviceUnavailable(f"no kernel of ours runs on the CPU here: {'; '.join(host)}")
+    if not only:  # else dense products alone would be timed
+        _check_kernels(where)
     said: list[str] = []
 
     def say(text: str) -> None:
@@ -165,6 +166,16 @@ def run(
 
 def _number(value: float) -> str:
     return "-" if value != value else f"{value:.1f}"
+
+
+def _check_kernels(where: str) -> None:
+    """DeviceUnavailable if products are to be timed on a host that has none of our kernels."""
+    from spformat import backends
+    from spformat.errors import DeviceUnavailable
+
+    why = backends.get("cpu").missing() if where == "cpu" else ()
+    if why:
+        raise DeviceUnavailable(f"no kernel of ours runs on the CPU here: {'; '.join(why)}")
 
 
 def _default_device() -> str:

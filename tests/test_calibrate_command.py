@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from catalogue import command
 from known_points import ABOUT, EXPANDING, make_small, truth, vector
 from spformat_cli import calibration
 from test_cli import spformat
@@ -64,6 +65,16 @@ def test_a_fit_from_points_writes_only_the_named_kernel(saved: Path) -> None:
         assert text in shown.stdout
     own = json.loads(out.read_text())["kernels"][EXPANDING.name]
     assert (own["sm"], own["commit"]) == (90, "0badc0de")
+
+
+@pytest.mark.parametrize("more", [(), ("--validate", "1")])
+def test_without_numba_nothing_is_measured(more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels failed with ModuleNotFoundError, which was reported as a bug of spformat (code 70)."""
+    why = "numba is not installed: pip install 'spformat[cpu]'"
+    monkeypatch.setattr(backends.get("cpu"), "missing", lambda: [why])
+    r = command("bench", "--calibrate", "--device", "cpu", "--seconds", "1", *more)
+    assert (r.code, r.out) == (69, "")
+    assert r.err == f"error: no kernel of ours runs on the CPU here: {why}\n"
 
 
 def test_points_of_a_kernel_composed_of_others_are_fitted_without_a_gpu(
