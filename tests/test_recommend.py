@@ -20,7 +20,7 @@ from spformat.dispatch.recommend import OBJECTIVES, Recommendation, Recommendati
 from spformat.errors import UsageError
 from spformat.formats import parse_spec, registered
 from spformat.preprocess import coordinates, masks
-from spformat.preprocess.coordinates import of_csr, of_row_chunks, structure_of
+from spformat.preprocess.coordinates import dense_blocks_of, of_csr, of_row_chunks, structure_of
 from spformat.preprocess.structure import analyse
 from spformat.products import roofline
 from spformat.products.problem import Operand, Problem
@@ -303,6 +303,21 @@ def test_a_matrix_with_dense_blocks_is_considered_as_a_sum() -> None:
             )
     assert not [r for r in sf.recommend(structure_of(x), 16) if "+" in r.format]
     assert not [r for r in sf.recommend(half(256, 512), 16) if "+" in r.format]  # all blocks are half full
+
+
+def test_blocks_at_the_edges_have_fewer_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were counted as whole, so that the rest seemed to have fewer places, and to be more than a tenth full."""
+    x = np.zeros((80, 33), np.float32)
+    x[64:80] = 1  # 16 of 32 rows of the lower left block are in the matrix, and it is half full
+    x[:60, 5:8] = 1
+    places = x.size - 16 * 32
+    rest = int(x[:64].sum() + x[64:, 32:].sum())
+    assert x.size - 32 * 32 < 10 * rest <= places
+    a = sf.convert(x, "csr")
+    assert dense_blocks_of(x) == dense_blocks_of(a) == [(32, 1, 16 * 32)]
+    monkeypatch.setattr(coordinates, "counts_of", None)
+    far = sf.CSR(shape=(80, 1 << 30), indptr=a.indptr, indices=a.indices, data=a.data)
+    assert dense_blocks_of(far) == [(32, 1, 16 * 32)]  # blocks without values are not counted one by one
 
 
 def test_the_parts_of_a_sum_go_to_the_device_of_its_problem() -> None:

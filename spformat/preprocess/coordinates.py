@@ -82,16 +82,23 @@ def dense_blocks_of(x: object) -> list[DenseBlocks]:
     if m.device != "cpu":
         return []
     (M, K), found, counted = m.shape, [], _counts_in_blocks(m)
-    for b, counts in counted.items():
-        full = counts[2 * counts >= b * b]
-        blocks, nonzeros, nnz = int(full.size), int(full.sum()), int(counts.sum())
-        if 0 < nonzeros < nnz and 10 * (nnz - nonzeros) <= max(0, M * K - blocks * b * b):
+    for b, (keys, counts) in counted.items():
+        full = 2 * counts >= b * b
+        blocks, nonzeros, nnz = int(full.sum()), int(counts[full].sum()), int(counts.sum())
+        if 0 < nonzeros < nnz and 10 * (nnz - nonzeros) <= M * K - _places(keys[full], b, m.shape):
             found.append(DenseBlocks(b, blocks, nonzeros))
     return found
 
 
-def _counts_in_blocks(m: Format) -> dict[int, Array]:
-    """Size of a block -> int64: the nonzeros of each block, or of each that has some."""
+def _places(keys: Array, b: int, shape: tuple[int, ...]) -> int:
+    """How many elements of the matrix lie in these blocks; those at its edges have fewer than b * b."""
+    row, col = np.divmod(keys, ceil_div(shape[1], b))
+    return int((np.minimum(b, shape[0] - b * row) * np.minimum(b, shape[1] - b * col)).sum())
+
+
+def _counts_in_blocks(m: Format) -> dict[int, tuple[Array, Array]]:
+    """Size of a block -> int64: (numbers of blocks, row by row; their nonzeros), of all blocks or of all that have
+    some."""
     (M, K), smallest = m.shape, SUM_BLOCKS[0]
     if isinstance(m, Dense):
         counts = np.zeros((ceil_div(M, smallest), ceil_div(K, smallest)), np.int64)
@@ -106,14 +113,15 @@ def _counts_in_blocks(m: Format) -> dict[int, Array]:
             for axis, extent in enumerate(counts.shape):
                 counts = np.add.reduceat(counts, np.arange(0, extent, b // smallest), axis=axis) if extent else counts
             out[b] = counts
-        return {b: c.reshape(-1) for b, c in out.items()}
+        return {b: (np.arange(c.size), c.reshape(-1)) for b, c in out.items()}
     a = m.to_csr().without_zeros()
-    rows, cols, out = a.rows(), a.indices.astype(np.int64), {}
+    rows, cols, sparse = a.rows(), a.indices.astype(np.int64), {}
     for b in SUM_BLOCKS:
         across = ceil_div(K, b)
         keys, bound = rows // b * across + cols // b, ceil_div(M, b) * across
-        out[b] = counts_of(keys, bound) if bound <= 4 * keys.size + (1 << 20) else _runs(np.sort(keys))
-    return out
+        few = bound > 4 * keys.size + (1 << 20)
+        sparse[b] = np.unique(keys, return_counts=True) if few else (np.arange(bound), counts_of(keys, bound))
+    return sparse
 
 
 def of_csr(a: CSR) -> Structure:
