@@ -9,6 +9,13 @@ st.freeze(model)                                   # on a GPU: weights once, in 
 ``import spformat`` does not import this package, which needs torch. Page: docs/torch.md.
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as e:
+    if e.name != "torch":
+        raise
+    raise ModuleNotFoundError("spformat.torch needs torch: pip install 'spformat[torch]'", name=e.name) from e
+
 from . import safe_globals
 from .description import Description
 from .freezing import freeze
