@@ -320,9 +320,9 @@ class RecordProducts(CudaKernel):
         def launch(
             of: Tile, o: Operands, b_col: bool, c_col: bool, b: int, ldb: int, tiles: range, own: OwnCopy = NO_COPY
         ) -> Bound:
-            q, launch = variant(of, b_col, c_col)
+            q, own_launch = variant(of, b_col, c_col)
             tail = expanding.tail(o, q, of, of.parts, b, ldb, b_col, own.mapped)
-            return launch.bind((len(tiles) * of.parts, 1, 1), o.stream, *tail, tiles.start, own.to)
+            return own_launch.bind((len(tiles) * of.parts, 1, 1), o.stream, *tail, tiles.start, own.to)
 
         @functools.cache
         def copy(layout: str) -> Copy:

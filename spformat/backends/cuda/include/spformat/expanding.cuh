@@ -126,7 +126,8 @@ template <class Out> struct Result {
 template <class Out, int COLS> constexpr int strips_at_once = sizeof(Out) == 2 ? SLOT / (16 * COLS * 2) : 1;
 
 // One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, its SLOT bytes. number: of the strips that this warp
-// stored before. Narrow: of a tile of few columns. Whether all of the sums are finite; if not, they went by ordinary stores, and the lanes of this warp may read them.
+// stored before. Narrow: the tile has few columns. Whether all of the sums are finite; if not, they went by ordinary stores, and the
+// lanes of this warp may read them.
 template <class Out, bool CCol, int COLS, bool Narrow>
 __device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col, int number) {
     constexpr int AT_ONCE = strips_at_once<Out, COLS>;

@@ -35,59 +35,12 @@ __device__ __forceinline__ void store_lines(const char* lines, Out* __restrict__
         const uint4 high = *reinterpret_cast<const uint4*>(element(l, min(chunk + 1, units - 1) * of_unit));
         *reinterpret_cast<uint4*>(first + l * ldc + at) = shifted(low, high, at * size % 16);
     }
-    const int ends = whole % of_unit ? 2 * of_unit : of_unit;  // elements outside of units, at most
+    const int ends = whole % of_unit ? 2 * of_unit : of_unit;  // elements outside of units, at most; a power of two
 #pragma unroll 2
     for (int k = thread; k < there * ends; k += threads) {
-        const int l = k / ends, e = k % ends, head = before_units(l);
+        const int l = ends == of_unit ? k / of_unit : k / (2 * of_unit), e = k & (ends - 1), head = before_units(l);
         const int at = e < head ? e : e + max(0, whole - head) / of_unit * of_unit;
         if (at < whole) first[l * ldc + at] = *reinterpret_cast<const Out*>(element(l, at));
-    }
-}
-
-// store_m16, below, where lines of C start anywhere. A line lies in `scratch` as in memory modulo its length: element i of a line
-// whose first element lies `turn` elements behind a 16-byte boundary is element (turn + i) % length there. So every 16-byte unit
-// of memory that the line fills is one of `scratch`; what is left at both ends goes element by element. Lines are turned by another 16
-// bytes each, so that equal elements of neighbouring lines are in different banks.
-template <class Out, bool ColMajor, int NT>
-__device__ __forceinline__ void store_m16_anywhere(const float* acc, char* scratch, Out* __restrict__ c, i64 ldc, int row, int col,
-                                                   int M, int N) {
-    constexpr int size = int(sizeof(Out)), of_unit = 16 / size, lines = ColMajor ? NT * 8 : 16;
-    constexpr int length = ColMajor ? 16 : NT * 8, bytes = length * size, units = bytes / 16;  // of a line
-    static_assert((bytes & (bytes - 1)) == 0, "the length of a line is a power of two");
-    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int along0 = ColMajor ? row : col, across0 = ColMajor ? col : row;
-    const int whole = min(length, (ColMajor ? M : N) - along0), there = min(lines, (ColMajor ? N : M) - across0);
-    Out* const first = c + i64(across0) * ldc + along0;
-    const u32 start = static_cast<u32>(reinterpret_cast<u64>(first) / size), pitch = static_cast<u32>(ldc);
-    auto turn = [&](u32 l) { return (start + l * pitch) % of_unit; };
-    auto place = [&](u32 l, u32 at) { return reinterpret_cast<Out*>(scratch + l * bytes + (at * size + l * 16) % bytes); };
-
-    __syncwarp();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const u32 i = g + 8 * h, of_row = turn(i);
-#pragma unroll
-        for (int j = 0; j < NT; ++j)
-#pragma unroll
-            for (u32 e = 0; e < 2; ++e) {
-                const u32 n = 8 * j + 2 * t + e;
-                *(ColMajor ? place(n, turn(n) + i) : place(i, of_row + n)) = from_float<Out>(acc[4 * j + 2 * h + e]);
-            }
-    }
-    __syncwarp();
-#pragma unroll
-    for (int k0 = 0; k0 < lines * units; k0 += 32) {
-        const int k = k0 + lane, l = k / units, u = k % units, at = u * of_unit - int(turn(l));
-        if (k < lines * units && l < there && at >= 0 && at + of_unit <= whole)
-            *reinterpret_cast<uint4*>(first + l * ldc + at) = *reinterpret_cast<const uint4*>(place(l, u * of_unit));
-    }
-#pragma unroll 2
-    for (int k = lane; k < lines * of_unit; k += 32) {
-        const int l = k / of_unit, e = k % of_unit, s = turn(l), tail = (whole + s) / of_unit * of_unit - s;
-        if (l >= there) continue;
-        Out* const to = first + l * ldc;
-        if (s && e < min(of_unit - s, whole)) to[e] = *place(l, s + e);
-        if (tail >= 0 && tail + e < whole) to[tail + e] = *place(l, s + tail + e);
     }
 }
 
@@ -119,7 +72,6 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
             return;
         }
     }
-    if (!vector) return store_m16_anywhere<Out, ColMajor, NT>(acc, scratch, c, ldc, row, col, M, N);
     __syncwarp();
 #pragma unroll
     for (int j = 0; j < NT; ++j)
@@ -141,6 +93,11 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
     __syncwarp();
     const int along0 = ColMajor ? row : col, across0 = ColMajor ? col : row;
     const int along_end = ColMajor ? M : N, across_end = ColMajor ? N : M;
+    if (!vector) {
+        constexpr int length = line / int(sizeof(Out));
+        const int there = min(lines, across_end - across0), whole = min(length, along_end - along0);
+        return store_lines<Out, length>(scratch, c + i64(across0) * ldc + along0, ldc, there, whole, lane, 32);
+    }
 #pragma unroll
     for (int k = lane; k < lines * (line / 16); k += 32) {
         const int across = across0 + k / (line / 16), along = along0 + (k % (line / 16)) * per_chunk;
