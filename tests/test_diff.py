@@ -20,9 +20,9 @@ def test_diff_finds_the_one_changed_value(tmp_path: Path) -> None:
     changed = {k: v.copy() for k, v in tensors.items()}
     changed["hidden1.weight"][3, 5] = 9
     sf.save_dense(tmp_path / "b.safetensors", changed)
-    found = {n: d for n, d in diff_checkpoints(SOURCES[0], tmp_path / "b.safetensors") if d}
-    assert list(found) == ["hidden1.weight"]
-    assert (found["hidden1.weight"].count, found["hidden1.weight"].index) == (1, (3, 5))
+    differing = {n: d for n, d in diff_checkpoints(SOURCES[0], tmp_path / "b.safetensors") if d}
+    assert list(differing) == ["hidden1.weight"]
+    assert (differing["hidden1.weight"].count, differing["hidden1.weight"].index) == (1, (3, 5))
 
 
 def test_tensors_that_are_bytes_to_numpy_are_compared(tmp_path: Path) -> None:

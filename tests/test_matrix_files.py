@@ -59,7 +59,7 @@ def test_zeros_that_lose_their_bits_are_counted(tmp_path: Path) -> None:
     a.data[[0, 3]] = 0  # stored zeros
     sp.save_npz(tmp_path / "a.npz", a)
     save_file({"w": np.float32([[1, -0.0], [-0.0, 2], [0.0, -0.0]])}, tmp_path / "b.safetensors")
-    for src, dst, to, text, told in (
+    for src, dst, to, text, counts in (
         ("a.npz", "a.safetensors", "bitmask", "2 stored zeros dropped", {"dropped_zeros": 2}),
         ("a.npz", "a.safetensors", "csr", "", {}),
         ("b.safetensors", "b.npz", "csr", "3 -0.0 become +0.0", {"negative_zeros": 3}),
@@ -69,7 +69,7 @@ def test_zeros_that_lose_their_bits_are_counted(tmp_path: Path) -> None:
         r = spformat(*args, cwd=tmp_path)
         assert (r.returncode, r.stdout.strip().partition(f" in {dst}")[2]) == (0, f"; {text}" if text else "")
         tree_of = json.loads(spformat(*args, "--json", cwd=tmp_path).stdout)
-        assert {k: v for k, v in tree_of.items() if k.endswith("_zeros")} == told
+        assert {k: v for k, v in tree_of.items() if k.endswith("_zeros")} == counts
 
 
 def test_a_pattern_file_is_asked_for(one: Path) -> None:

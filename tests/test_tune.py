@@ -59,21 +59,21 @@ def test_the_slower_half_is_left_out_until_two_are_left(monkeypatch: pytest.Monk
         "DBSR": 7.5,
     }
     clock = Clock(us, monkeypatch)
-    found = sf.tune(matrix(), [1, 16], seconds=60, most=30, fresh=True)
-    assert found.format == "bitmask"
-    assert found.trials[0].us == {1: 1.0, 16: 16.0}
+    tuned = sf.tune(matrix(), [1, 16], seconds=60, most=30, fresh=True)
+    assert tuned.format == "bitmask"
+    assert tuned.trials[0].us == {1: 1.0, 16: 16.0}
     sizes = [len(runs) for runs, _ in clock.rounds]
-    assert sizes[0] == sizes[1] == len(found.trials)
+    assert sizes[0] == sizes[1] == len(tuned.trials)
     assert sizes[::2] == sizes[1::2]  # a turn for each number of columns
     for more, fewer in zip(sizes[::2], sizes[2::2], strict=False):
         assert fewer == (more + 1) // 2
     assert sizes[-1] == 2
     repeats = [r for _, r in clock.rounds[::2]]
     assert repeats == [3 * 2**i for i in range(len(repeats))]
-    rounds = [t.rounds for t in found.trials]
+    rounds = [t.rounds for t in tuned.trials]
     assert rounds == sorted(rounds, reverse=True)
     assert rounds[0] == len(repeats)
-    last = next(t for t in found.trials if t.format == "dense")
+    last = next(t for t in tuned.trials if t.format == "dense")
     assert last.rounds == 1
     assert last.us == {1: 9.0, 16: 144.0}
 
@@ -81,12 +81,12 @@ def test_the_slower_half_is_left_out_until_two_are_left(monkeypatch: pytest.Monk
 def test_a_spent_budget_still_compares_the_best_with_dense(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock({"Dense": 1.0, "CSR": 2.0, "ELLBuckets": 2.0, "Bitmask": 2.0, "VectorNM": 2.0}, monkeypatch)
     ranked = sf.recommend(matrix(), 16, device="cpu")
-    found = sf.tune(matrix(), 16, seconds=1e-9)
-    assert [t.format for t in found.trials if t.us] == ["dense", next(r.format for r in ranked if r.format != "dense")]
-    assert {t.note for t in found.trials if not t.us} == {"the time was over"}
+    tuned = sf.tune(matrix(), 16, seconds=1e-9)
+    assert [t.format for t in tuned.trials if t.us] == ["dense", next(r.format for r in ranked if r.format != "dense")]
+    assert {t.note for t in tuned.trials if not t.us} == {"the time was over"}
     assert len(clock.rounds) == 1
     again = sf.tune(matrix(), 16, seconds=1e-9)
-    assert again == replace(found, remembered=True)
+    assert again == replace(tuned, remembered=True)
     assert not sf.tune(matrix(), 16, seconds=60).remembered  # now there is time for the others
     assert sf.tune(matrix(), 16, seconds=600).remembered
 
@@ -94,13 +94,13 @@ def test_a_spent_budget_still_compares_the_best_with_dense(monkeypatch: pytest.M
 def test_what_is_measured_is_remembered_for_matrices_with_the_same_counts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = sf.tune(matrix(), 16, seconds=0.05)
-    assert found.trials[0].us[16] > 0
-    assert found.version
-    assert "cores" in found.device
+    tuned = sf.tune(matrix(), 16, seconds=0.05)
+    assert tuned.trials[0].us[16] > 0
+    assert tuned.version
+    assert "cores" in tuned.device
     assert (folder / "tuned.json").exists()
     monkeypatch.setattr(tune, "_halved", lambda *_: pytest.fail("measured"))
-    assert sf.tune(matrix(1), 16, seconds=0.05) == replace(found, remembered=True)  # other values in the same places
+    assert sf.tune(matrix(1), 16, seconds=0.05) == replace(tuned, remembered=True)  # other values in the same places
     assert "remembered" in str(sf.tune(sf.convert(matrix(), "csr"), 16, seconds=0.05))
     for other in ({"n": 17}, {"fresh": True}, {"b_layout": "col"}, {"A": np.pad(matrix(), ((0, 0), (0, 128)))}):
         with pytest.raises(pytest.fail.Exception):
@@ -120,14 +120,14 @@ def test_off_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_files_of_results(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    found = sf.tune(matrix(), 16, seconds=0.01)
-    assert Tuned.from_json(json.loads(json.dumps(found.to_json()))) == found
+    tuned = sf.tune(matrix(), 16, seconds=0.01)
+    assert Tuned.from_json(json.loads(json.dumps(tuned.to_json()))) == tuned
     assert tune.export_results(tmp_path / "out.json") == 1
     (folder / "tuned.json").write_text('{"results": [{"shape": [1, 2]}]}')
     assert tune.remembered() == {}
     assert "is left out" in caplog.text
     assert tune.import_results(tmp_path / "out.json") == 1
-    assert tune.remembered() == {found.key: found}
+    assert tune.remembered() == {tuned.key: tuned}
     for text in ("[]", "{", '{"results": [1]}', '{"results": [{}]}'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(ContainerError, match="expected results of spformat tune"):
@@ -155,10 +155,10 @@ def test_the_command_as_typed(tmp_path: Path) -> None:
     sf.save_dense(tmp_path / "w.safetensors", {"w": matrix()})
     tree = json.loads(command("tune", tmp_path / "w.safetensors", "-n", "1", "--seconds", "0.1", "--json").out)
     (row,) = tree["tensors"]
-    found = Tuned.from_json(row)
-    assert (row["name"], row["format"]) == ("w", found.format)
+    tuned = Tuned.from_json(row)
+    assert (row["name"], row["format"]) == ("w", tuned.format)
     text = command("tune", tmp_path / "w.safetensors", "-n", "1", "--seconds", "0.1").out
-    assert f"{found.trials[0].total_us:.1f}" in text
+    assert f"{tuned.trials[0].total_us:.1f}" in text
     assert "1 results" in command("tune", "--export", tmp_path / "t.json").out
     assert json.loads(command("tune", "--import", tmp_path / "t.json", "--json").out) == {"results": 1}
     assert command("tune", "--export", tmp_path / "t.json", "--import", tmp_path / "t.json").code == 2
@@ -219,7 +219,7 @@ def test_results_that_come_at_the_same_time_are_all_kept(
     """As of several processes that tune the layers of a model: each reads the file, and writes it with its own."""
     if there:
         folder.mkdir(parents=True)
-    found = sf.tune(matrix(), 16, seconds=0.01)
+    tuned = sf.tune(matrix(), 16, seconds=0.01)
     tune.path().unlink()
     if not there:
         folder.rmdir()
@@ -231,7 +231,7 @@ def test_results_that_come_at_the_same_time_are_all_kept(
         return results
 
     monkeypatch.setattr(tune, "remembered", slowly)
-    results = [replace(found, fingerprint=str(i)) for i in range(4)]
+    results = [replace(tuned, fingerprint=str(i)) for i in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda t: tune._remember({t.key: t}), results))
     assert read() == {t.key: t for t in results}

@@ -73,9 +73,9 @@ def test_A14_stored_zeros_are_kept_and_counted(folder: Path) -> None:
     for target in ("bitmask", "bsr", "dbsr", "sr-bcrs", "vector-nm:n=2,m=4,vector_length=1", "two-four"):
         out = folder / f"{target.partition(':')[0]}.safetensors"
         with unharmed(folder, but=out.name):
-            told = json.loads(command("convert", path, out, "--to", target, "--json").out)["tensors"][0]
-        assert (told["dropped_zeros"], told["nnz"]) == (4, 16)
-        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
+            outcome = json.loads(command("convert", path, out, "--to", target, "--json").out)["tensors"][0]
+        assert (outcome["dropped_zeros"], outcome["nnz"]) == (4, 16)
+        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [outcome]
         assert np.array_equal(bits(sf.load(out)["w"].to_dense()), bits(a.without_zeros().to_dense()))
     sf.save(path, {"w": a, "empty": sf.CSR.from_dense(np.zeros((16, 16), np.float32))}, overwrite=True)
     tables = [command(*args, "--json").out for args in (("convert", path, folder / "auto"), ("plan", path))]
@@ -289,16 +289,16 @@ def test_A46_lost_minus_zeros_are_counted(folder: Path) -> None:
     sf.save_dense(path, {"w": w})
     out = folder / "out.safetensors"
     with unharmed(folder, but=out.name):
-        told = json.loads(command("convert", path, out, "--to", "csr", "--json").out)["tensors"][0]
-    assert told["negative_zeros"] == 5
+        outcome = json.loads(command("convert", path, out, "--to", "csr", "--json").out)["tensors"][0]
+    assert outcome["negative_zeros"] == 5
     with unharmed(folder):
         assert command("diff", path, out).code == 0
     sf.save(path, {"w": sf.Dense.from_dense(w)}, overwrite=True)  # as one tensor of a packed checkpoint may be stored
     for target in ("csr", "bitmask", "auto"):
         with unharmed(folder, but=out.name):
-            told = json.loads(command("convert", path, out, "--to", target, "--force", "--json").out)["tensors"][0]
-        assert told["negative_zeros"] == 5
-        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [told]
+            outcome = json.loads(command("convert", path, out, "--to", target, "--force", "--json").out)["tensors"][0]
+        assert outcome["negative_zeros"] == 5
+        assert json.loads(command("plan", path, "--to", target, "--json").out)["tensors"] == [outcome]
 
 
 def test_A46_minus_zeros_that_stay_are_not_counted_as_lost(folder: Path) -> None:
@@ -314,9 +314,9 @@ def test_A46_minus_zeros_that_stay_are_not_counted_as_lost(folder: Path) -> None
             command("convert", path, out, *flags, "--force", "--json").out,
         ]
         for table in tables:
-            told = {t["name"]: t for t in json.loads(table)["tensors"]}
-            assert "negative_zeros" not in told["w"]
-            assert told["v"].get("negative_zeros", 0) == (5 if told["v"]["target"] == "csr" else 0)
+            by_name = {t["name"]: t for t in json.loads(table)["tensors"]}
+            assert "negative_zeros" not in by_name["w"]
+            assert by_name["v"].get("negative_zeros", 0) == (5 if by_name["v"]["target"] == "csr" else 0)
         back: Any = sf.open(out)["w"]
         assert np.array_equal(bits(back.data if isinstance(back, sf.Dense) else back), bits(w))
 
