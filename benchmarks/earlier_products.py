@@ -6,7 +6,9 @@ With ``--formats`` instead of ``--kernels`` both run the kernel that they choose
 beside them, with cold L2, and every result is checked. Prints how many times as fast as the earlier version this one
 is, and both over dense: geometric mean and worst, by kernel or format, layout and number of columns.
 
-With ``--odd`` B and C are row-major and numbers of columns are odd, so that rows of 16-bit values start anywhere.
+With ``--odd`` B and C are row-major and numbers of columns are odd, so that rows of 16-bit values start anywhere. This
+version's product with the next multiple of 8 columns, whose rows are aligned, then runs in turn with them, too: how
+much longer both versions take than it, and how many products more than 1.25 times as long.
 
 ``--jobs`` processes compile the kernels first: what they leave in CuPy's cache is not compiled again.
 """
@@ -32,10 +34,12 @@ import spformat
 from spformat.backends.cuda import KERNELS
 from spformat.errors import SpformatError
 from spformat.measure import bench, calibration_cases, contenders
-from spformat.products.problem import COL, ROW
+from spformat.products.problem import COL, PITCH, ROW
 
 WIDTHS = 4
 """Numbers of columns for each matrix."""
+LONGER = 1.25
+"""Times the next multiple of 8 columns that an odd number may take."""
 COLUMNS = ((1, 16), (17, 64), (65, 256), (257, 4096))
 
 
@@ -53,6 +57,8 @@ class Row(NamedTuple):
     earlier: float
     now: float
     dense: float
+    next: float | None = None
+    """With the next multiple of ``PITCH`` columns by this version, where that was asked for."""
 
 
 def products(
@@ -94,23 +100,47 @@ def plans(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> list[
     return each
 
 
-def measured(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any]) -> Row:
+def aligned(a: Any, B: Any, C: Any) -> bench.Contender:
+    """This version's product of row-major operands with the next multiple of 8 columns; gives those of C."""
+    import cupy as cp
+
+    n = B.shape[1]
+    wider = cp.zeros((B.shape[0], -(-n // PITCH) * PITCH), B.dtype)
+    wider[:, :n] = B
+    result = cp.empty((C.shape[0], wider.shape[1]), C.dtype)
+    plan = spformat.plan(spformat.convert(a.to_dense(), a.name, **a.params()), B=wider, out=result)
+
+    def run() -> Any:
+        plan(wider, out=result)
+        return result[:, :n]
+
+    return bench.Contender("next", run)
+
+
+def contending(both: Sequence[Any], a: Any, B: Any, C: Any, odd: bool) -> list[bench.Contender]:
+    """The plans of both versions; odd: and the next multiple of 8 columns, if there is more than one."""
+    runs = zip(("earlier", "now"), both, strict=True)
+    crowd = [bench.Contender(label, functools.partial(plan, B, out=C)) for label, plan in runs]
+    return [*crowd, aligned(a, B, C)] if odd and B.shape[1] > 1 else crowd
+
+
+def measured(a: Any, B: Any, C: Any, kernel: str, packages: Sequence[Any], odd: bool) -> Row:
     """Both versions in turn. RuntimeError for a wrong result."""
     both = plans(a, B, C, kernel, packages)
-    labels = "earlier", "now"
-    runs = zip(labels, both, strict=True)
-    crowd = [bench.Contender(label, functools.partial(plan, B, out=C)) for label, plan in runs]
-    crowd += contenders.dense(a, B, C)
+    ours = contending(both, a, B, C, odd)
+    labels = [x.name for x in ours]
     name = f"{a.name} {a.dtype.name} {a.shape[0]}x{a.shape[1]} {100 * a.stored / (a.shape[0] * a.shape[1]):.0f} %"
-    case = bench.Case(name, a, B, tuple(crowd), a.dtype.name)
+    case = bench.Case(name, a, B, (*ours, *contenders.dense(a, B, C)), a.dtype.name)
     results = {r.name: r for r in bench.compare(case, 25, warmups=3, seconds=0.05, hot=False)}
     if wrong := [label for label in labels if not results[label].error <= 1]:
         raise RuntimeError(f"{name}, N = {B.shape[1]}: {', '.join(wrong)} wrong by {kernel}")
     (dense,) = (r.cold_us for label, r in results.items() if label not in labels)
     torch = B.shape[1] == 1 or (B.flags.f_contiguous and C.flags.f_contiguous)
     then, now = (p.tile if kernel else f"{p.kernel} {p.tile}".strip() for p in both)
-    us = (results[label].cold_us for label in labels)
-    return Row(kernel or a.name, name, B.shape[1], torch, (then, now), *us, dense)
+    us = {label: results[label].cold_us for label in labels}
+    return Row(
+        kernel or a.name, name, B.shape[1], torch, (then, now), us["earlier"], us["now"], dense, us.get("next")
+    )  # fmt: skip
 
 
 def until(seconds: float, work: Iterator[tuple[Any, Any, Any, str]], each: Callable[..., Any]) -> Iterator[Any]:
@@ -131,15 +161,28 @@ def summary(rows: Sequence[Row]) -> list[str]:
     groups += [(k, [r for r in rows if r.kernel == k]) for k in dict.fromkeys(r.kernel for r in rows)]
     groups += [("torch's layout", [r for r in rows if r.torch]), ("other layouts", [r for r in rows if not r.torch])]
     groups += [(f"N {low} to {high}", [r for r in rows if low <= r.n <= high]) for low, high in COLUMNS]
-    lines = ["| | products | earlier / now | of dense, earlier | of dense, now |", "|---|---|---|---|---|"]
+    head = ["", "products", "earlier / now", "of dense, earlier", "of dense, now"]
+    if beside := any(r.next for r in rows):
+        head += ["of the next multiple, earlier", "of the next multiple, now"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for name, some in groups:
         if some:
             ratios = [r.earlier / r.now for r in some]
             then, now = (geometric_mean(r.dense / us for r, us in zip(some, times, strict=True))
                          for times in ([r.earlier for r in some], [r.now for r in some]))  # fmt: skip
             spread = f"{geometric_mean(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            lines.append(f"| {name} | {len(some)} | {spread} | {then:.2f} | {now:.2f} |")
+            lines.append(f"| {name} | {len(some)} | {spread} | {then:.2f} | {now:.2f} |" + beside * beside_next(some))
     return lines
+
+
+def beside_next(rows: Sequence[Row]) -> str:
+    """Two cells: how many times as long as the next multiple of 8 columns both versions take; how often too long."""
+    cells = ""
+    for times in ([r.earlier for r in rows], [r.now for r in rows]):
+        ratios = [us / r.next for r, us in zip(rows, times, strict=True) if r.next]
+        long = sum(x > LONGER for x in ratios)
+        cells += f" {geometric_mean(ratios):.3f}, {long} above {LONGER} |" if ratios else " |"
+    return cells
 
 
 def drawn() -> list[str]:
@@ -188,14 +231,18 @@ def main() -> None:
         if options.compile_only:
             number, of = map(int, options.compile_only)
             mine = itertools.islice(work, number, None, of)
-            compiled = until(options.seconds, mine, lambda *p: [plan(p[1], out=p[2]) for plan in plans(*p, packages)])
-            print(sum(1 for _ in compiled), "products compiled")
+
+            def compiled(a: Any, B: Any, C: Any, kernel: str) -> None:
+                for x in contending(plans(a, B, C, kernel, packages), a, B, C, options.odd):
+                    x.run()
+
+            print(sum(1 for _ in until(options.seconds, mine, compiled)), "products compiled")
             return
         command = [sys.executable, __file__, *sys.argv[1:], "--earlier", str(folder), "--compile-only"]
         jobs = [subprocess.Popen([*command, str(i), str(options.jobs)], cwd=ROOT) for i in range(options.jobs)]
         for job in jobs:
             job.wait()
-        rows = list(until(options.seconds, work, lambda *p: measured(*p, packages)))
+        rows = list(until(options.seconds, work, lambda *p: measured(*p, packages, options.odd)))
     if not rows:
         parser.error("no product was measured: both versions must have the kernels and take the same formats")
     print("\n".join(summary(rows)))

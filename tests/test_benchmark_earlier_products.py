@@ -32,6 +32,15 @@ def test_the_table() -> None:
     ]
 
 
+def test_the_table_beside_the_next_multiple() -> None:
+    rows = [row("a", 3, False, 6.0, 6.0)._replace(next=3.0), row("a", 5, False, 8.0, 4.0)._replace(next=4.0)]
+    lines = earlier_products.summary([*rows, row("b", 1, True, 12.0, 16.0)])
+    assert lines[0].endswith("| of dense, now | of the next multiple, earlier | of the next multiple, now |")
+    assert lines[1] == "|---" * 7 + "|"
+    assert lines[2] == "| all | 3 | 1.145 (0.75 to 2.00) | 1.44 | 1.65 | 2.000, 2 above 1.25 | 1.414, 1 above 1.25 |"
+    assert lines[4] == "| b | 1 | 0.750 (0.75 to 0.75) | 1.00 | 0.75 | | |"
+
+
 def test_odd_numbers_of_columns() -> None:
     spec = SimpleNamespace(widths=[(2, "col", "row"), (7, "row", "col")])
     assert earlier_products.widths(spec, odd=True) == [(3, "row", "row"), (7, "row", "row")]

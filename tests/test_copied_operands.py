@@ -11,6 +11,7 @@ from test_kernels import Guarded, on_device
 
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
+from spformat.backends.cuda.runtime import copy_lines
 from spformat.backends.cuda.runtime.copy_lines import CopyLines, _room, copy_of
 from spformat.backends.cuda.runtime.kernel import column_class
 from spformat.dispatch.copied_operands import KERNEL, Layouts
@@ -286,9 +287,15 @@ def test_alpha_beta_and_bias_after_copies(cp: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("most", [None, 2200], ids=["one group", "groups of lines"])
+@pytest.mark.parametrize("many", [None, 0], ids=["one unit of a thread", "four units of a thread"])
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_lines_are_copied_from_anywhere_to_anywhere(cp: Any, size: int) -> None:
+def test_lines_are_copied_from_anywhere_to_anywhere(
+    cp: Any, size: int, many: int | None, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All starts within 16 bytes of both sides, lines longer and shorter than a unit, and nothing around them is touched."""
+    monkeypatch.setattr(copy_lines, "MANY", copy_lines.MANY if many is None else many)
+    monkeypatch.setattr(copy_lines, "MOST_UNITS", copy_lines.MOST_UNITS if most is None else most)
     values, rng = 16 // size, np.random.default_rng(size)
     p = problem(8).changed(sm=int(cp.cuda.Device().compute_capability))
     copy, stream = CopyLines(size, p), cp.cuda.get_current_stream().ptr

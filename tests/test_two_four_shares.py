@@ -222,12 +222,12 @@ def test_a_planted_defect_is_found(old: str, new: str, text: str) -> None:
 PARTS_PLANTED = [
     # name, old, new
     ("none", "", ""),
-    ("a strip left out", "int own = 0; own * Parts", "int own = 1; own * Parts"),
+    ("a strip left out", "if (own < count)", "if (own + 1 < count)"),
     ("the first part's sums several times", "at + part * (2 * HALF)", "at"),
-    ("the next strip", "16 * (own * Parts + part)", "16 * (own * Parts + part + 1)"),
+    ("the next strip", "col + 16 * OWN * part", "col + 16 * OWN * part + 16"),
     ("the same steps", "slabs * part / Parts", "0"),
     ("reads before others have sent", "barrier::wait_cluster(bar, 0);", ";"),
-    ("sends before others are ready", "    cluster::wait();\n    const u32 here", "    const u32 here"),
+    ("sends before others are ready", "    cluster::wait();\n    constexpr int OWN", "    constexpr int OWN"),
 ]  # fmt: skip
 
 

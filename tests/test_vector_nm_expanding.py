@@ -190,7 +190,7 @@ three_runs(lambda: equal(product(KERNEL, tile, a, B, "bfloat16", ({layout!r}, "r
         ("row", 1, "barrier::wait(empty + 8 * stage, number / STAGES - 1 & 1);", "", "more arrivals|DIFFERENT"),
         ("col", 1, "BCol ? 32 : 16 * LINE", "BCol ? 64 : 16 * LINE", "not in the first line of the swizzle pattern"),
         ("row", 1, "redo(warp, row, n0 + (__ffs(not_finite) - 1) * STRIP, STRIP);", ";", "DIFFERENT"),
-        ("row", 4, "redo(of_warp, row, col, 16);", ";", "DIFFERENT"),
+        ("row", 4, "redo(of_warp, row, col, 16 * RUN);", ";", "DIFFERENT"),
         ("row", 1, "wgmma::wait<0>();", "", "DIFFERENT|in flight"),
         ("row", 1, "    if (lane == 0) tma::store_wait_read<0>();\n}", "}", "still uses its shared memory"),
         ("row", 4, "barrier::wait_cluster(bar, 0);", "", "DIFFERENT|still uses its shared memory"),

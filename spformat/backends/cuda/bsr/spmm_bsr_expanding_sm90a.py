@@ -71,7 +71,6 @@ class SpmmBSRExpanding(RecordProducts):
     tiles = TILES[16]
     compiled_params = (("blocksize", (16, 16)),)
     compiled_room = 2048
-    own_copy = 1.0
 
     def unsupported(self, p: Problem) -> list[str]:
         height, width = p.p["blocksize"]

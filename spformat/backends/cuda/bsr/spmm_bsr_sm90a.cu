@@ -249,15 +249,17 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
             // contiguous runs, lie across D.
             constexpr bool Turn = OnM ? CCol : !CCol;
             const i64 n0 = static_cast<i64>(tile / groups) * BN + wn * WgCols;
-            // Rows of C that start anywhere lie across D in runs of 16 columns for each warp: put together, they are 64.
+            // Rows of C that start anywhere lie across D in runs of 16 columns for each warp: all warpgroups put them together.
             constexpr bool Together = !BulkC && Turn && !CCol && sizeof(Out) == 2;
+            static_assert(!Together || WM == 1, "warpgroups lie side by side");
+            const int barrier_id = Together ? 1 : 1 + group, sharers = Together ? 128 * WN : 128;
             if constexpr (BulkC || Together) {
                 constexpr int StoreLine = CCol ? (OnM ? 64 : R) : 64;  // elements in a line of the store box, and its lines
                 constexpr int StoreLines = CCol ? (OnM ? WgCols : 64) : (OnM ? 64 : R);
                 constexpr u32 BoxBytes = StoreLine * StoreLines * 2;
                 const u32 mine = staging + group * WgRows * WgCols * 2;
                 if (BulkC && leader) tma::store_wait_read<0>();  // the staging of the tile before is free again
-                named_barrier(1 + group, 128);
+                named_barrier(barrier_id, sharers);
 #pragma unroll
                 for (int b = 0; b < Blocks; ++b) {
 #pragma unroll
@@ -274,16 +276,18 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     }
                 }
                 if constexpr (BulkC) tma::fence_shared();
-                named_barrier(1 + group, 128);
+                named_barrier(barrier_id, sharers);
                 if constexpr (Together) {
 #pragma unroll
                     for (int b = 0; b < Blocks; ++b) {
                         const i64 entry = first_entry + b;
                         if (entry >= listed) continue;
                         const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry, row = block_row * R + row_offset;
-                        store_lines<Out, 64>(raw + (mine + b * BoxBytes - shared_address(raw)), out + row * ldc + n0, ldc,
-                                             static_cast<int>(min(i64(R), M - row)), static_cast<int>(min(i64(64), N - n0)),
-                                             threadIdx.x % 128, 128);
+                        const char* const boxes = raw + (staging + b * BoxBytes - shared_address(raw));
+                        auto chunk = [&](int l, int i) { return boxes + i / 8 * (WgRows * WgCols * 2) + swizzled<128>(l, i % 8); };
+                        const i64 left = static_cast<i64>(tile / groups) * BN;
+                        store_lines<Out, BN>(chunk, out + row * ldc + left, ldc, static_cast<int>(min(i64(R), M - row)),
+                                             static_cast<int>(min(i64(BN), N - left)), threadIdx.x, 128 * WN);
                     }
                 } else if (leader) {
                     constexpr int Boxes = OnM ? (CCol ? 1 : WgCols / 64) : Blocks;
@@ -311,6 +315,13 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     if (entry >= listed) continue;
                     const i64 block_row = Listed ? static_cast<i64>(row_ids[entry]) : entry;
                     const int top = static_cast<int>(block_row * R + row_offset), left = static_cast<int>(n0);
+                    if constexpr (OnM && !CCol) {
+                        if (!vector) {
+                            store_rows<Out, Width, 4096>(sums[b], scratch, out, ldc, top + warp % 4 * 16, left, static_cast<int>(M),
+                                                   static_cast<int>(N));
+                            continue;
+                        }
+                    }
 #pragma unroll
                     for (int j = 0; j < Width; j += Panel) {
                         if constexpr (OnM)

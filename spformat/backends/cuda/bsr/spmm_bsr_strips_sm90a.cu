@@ -59,7 +59,7 @@ spmm_bsr_strips_sm90a(const __grid_constant__ TensorMap a_map, const int* __rest
     static_assert(BOXES_A + BOXES_B <= 32 * LOADERS, "a lane has one box");
     static_assert(TN % 16 == 0 && TN <= 256, "boxes are whole 8-line groups of the swizzle, and wgmma has up to 256 columns");
     static_assert(Stages >= 2, "copies must run ahead of the product");
-    static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
+    static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH && ROWS_SCRATCH <= SCRATCH, "C fits its place");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * Stages];  // full, empty
 

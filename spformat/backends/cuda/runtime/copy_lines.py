@@ -16,38 +16,47 @@ from . import jit
 from .c_types import WORDS
 from .device_plan import device_plan
 from .epilogue import launches_of
-from .launch import MAX_GRID_Y, Bound, Call, Launch, Operands, one_after_another
+from .launch import Bound, Call, Launch, Operands, one_after_another
 from .scratch import Scratch
 from .transpose import Transpose, grid
 
 ARCHS = ("sm_80",)
-THREADS, EACH, UNIT = 256, 4, 16
+THREADS, UNIT = 256, 16
+EACH = (1, 4)
+"""Units of a thread: few where there are few, so that more of them load at once."""
+MANY = 1 << 17
+"""Units from which on there are many."""
+MOST_UNITS = 1 << 32
+"""Units of a group of lines are counted in 32 bits."""
 
 
 def instances() -> tuple[str, ...]:
     """C++ names that the compile tests build."""
-    return tuple(f"copy_lines<{word}>" for word in WORDS.values())
+    return tuple(f"copy_lines<{word}, {each}>" for word in WORDS.values() for each in EACH)
 
 
 class CopyLines:
     """target[lines, along] = source[lines, along], both with consecutive elements and a distance between lines."""
 
     def __init__(self, size: int, p: Problem) -> None:
-        function = jit.load("runtime/copy_lines.cu", f"copy_lines<{WORDS[size]}>", jit.architecture(p.sm or 80, ARCHS),
-                            p.device_id)  # fmt: skip
-        self._launch = Launch(function, "PPqqqqqi", (), THREADS, waits=True)
+        self._launches = {each: self._loaded(size, each, p) for each in EACH}
         self._size = size
+
+    @staticmethod
+    def _loaded(size: int, each: int, p: Problem) -> Launch:
+        name, arch = f"copy_lines<{WORDS[size]}, {each}>", jit.architecture(p.sm or 80, ARCHS)
+        return Launch(jit.load("runtime/copy_lines.cu", name, arch, p.device_id), "PPiiiqqii", (), THREADS, waits=True)
 
     def bind(
         self, stream: int, source: int, target: int, lines: int, along: int, ld: int, ld_target: int, fill: int
     ) -> Bound:
         """The launch for two addresses. fill: elements that a line of the target gets, zeros behind ``along``."""
-        units = ceil_div(fill * self._size, UNIT) + 1  # one more where a line of the target starts between two of them
-        each = EACH if units > 32 else 1  # short lines: a thread for each unit, so that more of them load at once
-        narrow = min((THREADS - 1).bit_length(), (ceil_div(units, each) - 1).bit_length())
-        groups = min(ceil_div(lines, THREADS >> narrow), MAX_GRID_Y)
-        pieces = min(ceil_div(units, EACH << narrow), 1 << 16)
-        return self._launch.bind((pieces, groups, 1), stream, source, target, lines, along, ld, ld_target, fill, narrow)
+        inside = target % UNIT or ld_target * self._size % UNIT  # a line of the target may start between two units
+        units = max(1, ceil_div(fill * self._size, UNIT) + bool(inside))
+        each = EACH[lines * units >= MANY]
+        group = max(1, min(lines, (MOST_UNITS - each * THREADS) // units))  # lines
+        grid = ceil_div(group * units, each * THREADS), ceil_div(lines, group), 1
+        return self._launches[each].bind(grid, stream, source, target, lines, group, along, ld, ld_target, fill, units)
 
 
 Copy = Callable[[int, int, int, int, int, int], Bound]

@@ -62,11 +62,18 @@ class Tile:
         return 128 * self.warpgroups + (128 if self.hands_over else 32)
 
 
+def run_strips(tile: Tile, parts: int) -> int:
+    """With parts of K: strips of 16 columns that a warp adds up and stores together; as in the header."""
+    of_warp = tile.cols // 16 // parts
+    return next((run for run in (4, 2) if of_warp >= run and tile.cols % (16 * run) == 0), 1)
+
+
 def way_out(tile: Tile, parts: int) -> int:
     """Bytes of shared memory in which sums become C; as in the header."""
-    strips = tile.rows * tile.cols // STRIP
-    handed_over = ceil_div(strips, parts) * parts * STRIP * 4 + 128 if parts > 1 else 0
-    return handed_over + tile.rows // 16 * SLOT
+    runs = tile.rows * tile.cols // STRIP // run_strips(tile, parts)
+    own = ceil_div(runs, parts) * run_strips(tile, parts)
+    handed_over = own * parts * STRIP * 4 + 128 if parts > 1 else 0
+    return handed_over + tile.rows // 16 * (2 * SLOT if parts == 1 and tile.cols > 128 else SLOT)
 
 
 def wide_enough(cols: int, n: int) -> bool:
@@ -138,10 +145,10 @@ def quantities(
     return 1.0, passed, traffic_us(p, device), loads, products, float(several), float(several * parts), stored
 
 
-def copy_of_b_us(p: Problem, launches: float, device: Device) -> tuple[float, float]:
-    """What a copy of B costs before its bytes count, in launches, and the ideal microseconds of its bytes; zeros where
-    B is not copied."""
-    return launches, memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if launches else 0.0
+def copy_of_b_us(p: Problem, launches: float, slower: float, device: Device) -> tuple[float, float]:
+    """What a copy of B costs before its bytes count, in launches, and the ideal microseconds of its bytes, as many
+    times as ``slower`` says; zeros where B is not copied."""
+    return launches, slower * memory_us(2 * p.K * p.n * itemsize(p.b_dtype), device) if launches else 0.0
 
 
 def grid(o: Operands, p: Problem, tile: Tile, parts: int) -> tuple[int, int, int]:
@@ -162,7 +169,7 @@ def tail(
     extents, box = ((p.K, o.n), (DEPTH, tile.cols)) if b_col else ((o.n, p.K), (min(tile.cols, 64), DEPTH))
     b_map = tensor_map.tiled(at, p.b_dtype, extents, (pitch,), box, 2 * box[0])
     b_steps = (1, ldb) if b_col else (ldb, 1)
-    c_col, strip = p.out_layout == COL, math.gcd(tile.cols, 64) if parts == 1 else 16
+    c_col, strip = p.out_layout == COL, math.gcd(tile.cols, 64) if parts == 1 else 16 * run_strips(tile, parts)
     c_map, by_copies = tensor_map.UNMAPPED, 0
     if itemsize(p.out_dtype) == 2 and tensor_map.writable(o.c, p.M if c_col else o.n, o.ldc, 2):
         c_box, c_extents = ((16, strip), (p.M, o.n)) if c_col else ((strip, 16), (o.n, p.M))

@@ -36,6 +36,9 @@ SHARED = 226 << 10
 """Bytes of shared memory of a multiprocessor that blocks may have, what each needs beside it left out."""
 MOST_PIECES = 1 << 32
 """Pieces of 16 bytes are counted in 32 bits."""
+OWN_COPY = 0.6, 1.7
+"""What a copy of B by the blocks of the product costs: before its bytes count, measured in launches of a copy, and how
+much longer than in such a launch its bytes take."""
 EXTENTS = (
     (1, 16, 6), (1, 16, 4), (2, 16, 3), (1, 32, 6), (2, 32, 3), (1, 64, 4), (1, 64, 3), (2, 64, 2), (2, 64, 1),
     (1, 128, 3), (1, 128, 2), (2, 128, 1), (3, 128, 1), (2, 192, 1), (2, 256, 1),
@@ -219,8 +222,6 @@ class RecordProducts(CudaKernel):
     """Names of tiles that the compile tests build, each with the operands: row, col, or wide (float16, float32 C)."""
     compiled_params: ClassVar[tuple[tuple[str, Any], ...]] = ()
     """of the format, for the compile tests"""
-    own_copy: ClassVar[float] = 0.7
-    """What a copy of B by the blocks of the product costs before its bytes count, measured in launches of a copy."""
     compiled_room: ClassVar[int]
     """``room_of`` their records."""
     terms = (*expanding.TERMS, "steps of all blocks", "records", "column-major C", "second launch", "copy of B")
@@ -285,10 +286,10 @@ class RecordProducts(CudaKernel):
         by_columns = p.out_layout == COL or p.n == 1
         column_major = memory_us(p.M * p.n * itemsize(p.out_dtype), device) if by_columns else 0.0
         launches = 2 * launch if left else launch  # the second starts and ends like the first
-        launches_of_copy = 0.0
+        launches_of_copy, slower = 0.0, 1.0
         if p.n > 1 and b_alignment(p) < LINE:
-            launches_of_copy = self.own_copy if tile.parts > 1 else 1.0
-        copied = expanding.copy_of_b_us(p, launches_of_copy, device)
+            launches_of_copy, slower = OWN_COPY if tile.parts > 1 else (1.0, 1.0)
+        copied = expanding.copy_of_b_us(p, launches_of_copy, slower, device)
         return launches, *own, of_all, records, column_major, *copied
 
     def prepared(self, a: Any, p: Problem) -> Prepared:

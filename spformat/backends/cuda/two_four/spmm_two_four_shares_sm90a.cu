@@ -53,33 +53,35 @@ template <class Out, bool CCol, bool Epilogue> struct Affine {
 
 // Strips of 16 columns of a tile that each block of a cluster adds up, and bytes of shared memory for them from all parts.
 template <int TN, int Parts> constexpr int own_strips = (TN / 16 + Parts - 1) / Parts;
+template <int TN, int Parts> __device__ __forceinline__ int own_strips_of(int part) {
+    return max(0, min(own_strips<TN, Parts>, TN / 16 - part * own_strips<TN, Parts>));
+}
 constexpr int STRIP = ROWS * 16 * 4;
 template <int TN, int Parts> constexpr int handed_over = Parts > 1 ? own_strips<TN, Parts> * Parts * STRIP : 0;
 
-// The sums of a tile that Parts blocks of a cluster have a part of: each adds up every Parts-th strip of 16 columns, in the order
-// of the parts, and stores it. `shared` has room for handed_over bytes; no copy is on its way there. bar: counts what comes from
+// The sums of a tile that Parts blocks of a cluster have a part of: each adds up strips of 16 columns that follow each other, in the
+// order of the parts, and stores them. `shared` has room for handed_over bytes; no copy is on its way there. bar: counts what comes from
 // the others, announced.
 template <class Out, int TN, int Parts, bool CCol, bool Epilogue>
 __device__ __forceinline__ void finish_strips(const float (&acc)[TN / 2], u32 shared, char* scratch, int part, u32 bar, bool vector,
                                               Affine<Out, CCol, Epilogue> affine, int col) {
     cluster::arrive();  // no block of the cluster reads its slabs any more: they have room for sums
     cluster::wait();
+    constexpr int OWN = own_strips<TN, Parts>;
+    const int count = own_strips_of<TN, Parts>(part);
     const u32 here = shared + (threadIdx.x - 128) * 16;
 #pragma unroll
     for (int strip = 0; strip < TN / 16; ++strip) {
-        const int owner = strip % Parts;
-        const u32 to = here + (strip / Parts * Parts + part) * STRIP;
-        parts_of_k::send<STRIP / 2>(acc + 8 * strip, to, owner, part, bar);
+        const u32 to = here + (strip % OWN * Parts + part) * STRIP;
+        parts_of_k::send<STRIP / 2>(acc + 8 * strip, to, strip / OWN, part, bar);
     }
     barrier::wait_cluster(bar, 0);  // what this thread stored itself, it reads itself
-#pragma unroll 1
-    for (int own = 0; own * Parts + part < TN / 16; ++own) {
-        float sums[8] = {};
-        parts_of_k::add<Parts, STRIP / 2>(sums, here + own * Parts * STRIP);
-        const int at = col + 16 * (own * Parts + part);
-        store_panels<Out, CCol, 16>(sums, scratch, affine.c, affine.ldc, affine.row, at, affine.M, affine.N, vector, affine);
-        __syncwarp();
-    }
+    float sums[8 * OWN] = {};
+#pragma unroll
+    for (int own = 0; own < OWN; ++own)
+        if (own < count) parts_of_k::add<Parts, STRIP / 2>(sums + 8 * own, here + own * Parts * STRIP);
+    affine.N = min(affine.N, col + TN);  // the last block's strips may be fewer
+    store_panels<Out, CCol, 16 * OWN>(sums, scratch, affine.c, affine.ldc, affine.row, col + 16 * OWN * part, affine.M, affine.N, vector, affine);
 }
 
 template <class T, class Out, int TN, int Stages, int Span, int Cluster, int Parts, bool BCol, bool CCol, bool Epilogue>
@@ -89,14 +91,14 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
     constexpr int PANELS = BCol ? 1 : (TN + 63) / 64;                 // boxes of a slab
     constexpr int SLAB = BCol ? DEPTH * TN * 2 : PANELS * DEPTH * 128;  // bytes of a stage
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;              // lines of a box
-    constexpr int SLOTS = 2, SCRATCH = STORE_SLOT / 4;                // of a warpgroup for C; bytes of a warp, where it stores alone
+    constexpr int SLOTS = 2, SCRATCH = SLOTS * STORE_SLOT / 4;        // of a warpgroup for C; bytes of a warp, where it stores alone
     constexpr bool AHEAD = !Epilogue && Parts == 1 && TN / 2 + 18 * Span <= 166;    // registers hold a span beside the sums and their addresses
     static_assert(TN % 16 == 0 && TN <= 256, "wgmma has up to 256 columns");
     static_assert((Cluster == 1 || Cluster == 2) && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
     static_assert(Stages >= 2, "copies must run ahead of the product");
     static_assert(Parts == 1 || Cluster == 1, "parts of K are a cluster of their own");
     constexpr int RING = Stages * SLAB > handed_over<TN, Parts> ? Stages * SLAB : handed_over<TN, Parts>;  // slabs, then sums
-    static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH, "a panel of C fits its place");
+    static_assert(store_m16_scratch<Out, 128 / int(sizeof(Out)) / 8> <= SCRATCH && ROWS_SCRATCH <= SCRATCH, "C fits its place");
     extern __shared__ __align__(1024) char shared[];
     __shared__ __align__(8) u64 barriers[2 * Stages + (Parts > 1)];  // full, empty; sums
 
@@ -114,7 +116,7 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
         }
         if constexpr (Parts > 1) {
             barrier::init(handed, 1);
-            barrier::expect(handed, (TN / 16 + Parts - 1 - part) / Parts * ((Parts - 1) * STRIP));
+            barrier::expect(handed, own_strips_of<TN, Parts>(part) * ((Parts - 1) * STRIP));
         }
         barrier::fence_init();
         tma::prefetch(b_map);
@@ -275,14 +277,14 @@ spmm_two_four_shares_sm90a(const u32* __restrict__ weights, int M, int K, const 
                     if constexpr (TN > COPIED) {
                         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();  // the rest goes through the same memory
                         named_barrier(warpgroup, 128);
-                        store_panels<Out, CCol, TN - COPIED>(acc + COPIED / 2, scratch, c, ldc, row, col + COPIED, M, N, c_vector, affine);
+                        store_panels<Out, CCol, TN - COPIED, SCRATCH>(acc + COPIED / 2, scratch, c, ldc, row, col + COPIED, M, N, c_vector, affine);
                         named_barrier(warpgroup, 128);
                     }
                     if (!AHEAD && more) start_next();
                     continue;
                 }
             }
-            store_panels<Out, CCol, TN>(acc, scratch, c, ldc, row, col, M, N, c_vector, affine);
+            store_panels<Out, CCol, TN, SCRATCH>(acc, scratch, c, ldc, row, col, M, N, c_vector, affine);
             if (!AHEAD && more) start_next();
         }
         if (threadIdx.x % 128 == 0) tma::store_wait_read<0>();

@@ -68,7 +68,8 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
     constexpr int SLAB = B_SLAB + A_SLAB;  // bytes of a stage
     constexpr int SUMS = Splits > 1 ? TM * TN * 2 : 0;  // bytes of half a tile's sums
     constexpr int PANEL = 128 / int(sizeof(Out)) < TN / Splits ? 128 / int(sizeof(Out)) : TN / Splits;  // columns
-    static_assert(store_m16_scratch<Out, PANEL / 8> * 4 <= STORE_SLOT, "both ways to store use the same memory");
+    constexpr int SCRATCH = Slots * STORE_SLOT / 4;  // bytes of a warp, where it stores alone
+    static_assert(store_m16_scratch<Out, PANEL / 8> <= SCRATCH && ROWS_SCRATCH <= SCRATCH, "both ways to store use the same memory");
     // A block issues 1/Cluster of each slab of B: a range of k of every 64-column panel; BCol: a range of columns.
     constexpr int BOX_Y = (BCol ? TN : DEPTH) / Cluster;
     static_assert(TN % 64 == 0 && BOX_Y % 8 == 0, "boxes are whole 8-line groups of the swizzle");
@@ -162,7 +163,7 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
     } else {
         if constexpr (WG > 1) take_registers<WG == 3 ? 160 : 240>();
         const u32 slots = ring + S * SLAB + (warpgroup - 1) * (Slots * STORE_SLOT);
-        char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * (STORE_SLOT / 4);
+        char* scratch = shared + (slots - shared_address(shared)) + warp % 4 * SCRATCH;
         const bool c_vector = vector_aligned(c, ldc);
 
         uint4 a[2][Span][MT][2];
@@ -269,6 +270,9 @@ spmm_two_four_sm90a(const u32* __restrict__ weights, int M, int K, const __grid_
                                                                    warpgroup, Unchanged{});
                         return;
                     }
+                }
+                if constexpr (!CCol) {
+                    if (!c_vector) return store_rows<Out, COLUMNS, SCRATCH>(sums, scratch, c, ldc, row + m * 64, col + n0, M, N);
                 }
 #pragma unroll
                 for (int n = 0; n < COLUMNS; n += PANEL)

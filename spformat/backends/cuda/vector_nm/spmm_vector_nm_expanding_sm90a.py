@@ -29,11 +29,6 @@ ALIGNED = 8
 """The copy engine reads a column-major B only from columns of A whose number is a multiple of this."""
 
 
-EARLY = (0.3, 64), (0.5, 256), (0.8, 1 << 31)
-"""What a launch that copies B costs, with up to so many columns, of what it cost when its constant was fitted: the
-product then began after it."""
-
-
 class Expanding(ctypes.Structure):
     """Must match ``vector_nm::Expanding`` in the kernel."""
 
@@ -135,7 +130,7 @@ class SpmmVectorNMExpanding(CudaKernel):
         copied = b_alignment(p) < LINE or (p.b_layout == COL and not starts_aligned(q["m"]))
         passed = expanding.longest(expanding.tiles_of(p, t), t, tile.splits, steps_of(pattern(p)), device)
         own = expanding.quantities(p, t, tile.splits, passed, t.resident * passed, loaded, device)
-        return *own, *expanding.copy_of_b_us(p, copied * next(c for c, most in EARLY if p.n <= most), device)
+        return *own, *expanding.copy_of_b_us(p, float(copied), 1.0, device)
 
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build."""

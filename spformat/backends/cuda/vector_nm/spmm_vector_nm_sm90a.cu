@@ -48,7 +48,8 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
     extern __shared__ __align__(1024) unsigned char shared[];
     constexpr int PART = sizeof(Out) == 2 && BN % 64 == 0 ? 64 : 32, PITCH = PART + 16 / sizeof(Out);  // C leaves in strips of 16 x PART
     constexpr int SLOTS = 2;  // of 64 x 64 sums, a warpgroup's, on their way out by copies; the strips take their place
-    static_assert(8 * 16 * PITCH * sizeof(Out) <= 2 * SLOTS * STORE_SLOT, "strips fit");
+    constexpr int STRIP = 2 * SLOTS * STORE_SLOT / 8;  // bytes of a warp for them
+    static_assert(16 * PITCH * sizeof(Out) <= STRIP && ROWS_SCRATCH <= STRIP, "strips fit");
     const u32 base = shared_address(shared), slots = base + STAGES * STAGE, full = slots + 2 * SLOTS * STORE_SLOT;
     const u32 empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -138,7 +139,7 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
         take_registers<208>();
         named_barrier(READY, 256 + 32 * LOADERS);
         const int group = warp / 4;
-        Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE) + warp * 16 * PITCH;
+        Out* strip = reinterpret_cast<Out*>(shared + STAGES * STAGE + warp * STRIP);
         u32 consumed = 0, stored = 0;
         while (more) {
             const Place place = order.place(piece.tile);
@@ -192,6 +193,11 @@ spmm_vector_nm_sm90a(const __grid_constant__ TensorMap a_map, const Gathered s, 
                         continue;
                     }
                 }
+            }
+            if (step_n == 1 && !vector_aligned(C, step_m)) {
+                store_rows<Out, BN, STRIP>(acc, reinterpret_cast<char*>(strip), C, step_m, m0, n0, s.M, N);
+                __syncwarp();
+                continue;
             }
             const Target<Out> target{C, step_m, step_n, s.M, N};
 #pragma unroll

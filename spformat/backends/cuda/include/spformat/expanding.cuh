@@ -10,6 +10,7 @@ namespace spformat::expanding {
 
 constexpr int DEPTH = 64;
 constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
+template <int BN, int Parts> constexpr int slot_bytes = Parts == 1 && BN > 128 ? 2 * SLOT : SLOT;
 template <int BN> constexpr int box_columns = BN < 64 ? BN : 64;  // of a box of a row-major B
 template <int BN> constexpr int boxes = (BN + 63) / 64;  // of a row-major B; the last one may have columns that no product uses
 template <int BN> constexpr int strip_columns = BN % 64 ? box_columns<BN % 64> : 64;  // of a box of C
@@ -125,17 +126,23 @@ template <class Out> struct Result {
 // Strips of 16-bit C that find room in a warp's SLOT bytes beside each other.
 template <class Out, int COLS> constexpr int strips_at_once = sizeof(Out) == 2 ? SLOT / (16 * COLS * 2) : 1;
 
-// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, its SLOT bytes. number: of the strips that this warp
-// stored before. Narrow: the tile has few columns. Whether all of the sums are finite; if not, they went by ordinary stores, and the
-// lanes of this warp may read them.
-template <class Out, bool CCol, int COLS, bool Narrow>
-__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col, int number) {
-    constexpr int AT_ONCE = strips_at_once<Out, COLS>;
-    const int lane = threadIdx.x % 32;
+// Whether all sums of a warp's 16 rows x COLS columns are finite in C.
+template <class Out, int COLS> __device__ __forceinline__ bool all_finite(const float* sums) {
     bool finite = true;
 #pragma unroll
     for (int i = 0; i < COLS / 2; ++i) finite = finite && isfinite(to_float(from_float<Out>(sums[i])));
-    finite = __all_sync(0xFFFFFFFF, finite);
+    return __all_sync(0xFFFFFFFF, finite);
+}
+
+// One warp stores 16 rows x COLS columns of C from (row, col) through `slot`, its SLOT bytes. number: of the strips that this warp
+// stored before. vector: see store_m16. Narrow: the tile has few columns. Whether all of the sums are finite; if not, they went by
+// ordinary stores, and the lanes of this warp may read them.
+template <class Out, bool CCol, int COLS, bool Narrow>
+__device__ __forceinline__ bool store_strip(const float* sums, char* slot, const Result<Out>& c, int row, int col, int number,
+                                            bool vector) {
+    constexpr int AT_ONCE = strips_at_once<Out, COLS>;
+    const int lane = threadIdx.x % 32;
+    const bool finite = all_finite<Out, COLS>(sums);
     if constexpr (sizeof(Out) == 2) {
         if (c.by_copies && finite) {
             if (lane == 0) tma::store_wait_read<AT_ONCE - 1>();  // what the slot held there
@@ -161,8 +168,7 @@ __device__ __forceinline__ bool store_strip(const float* sums, char* slot, const
     if (lane == 0) tma::store_wait_read<0>();
     __syncwarp();
     constexpr int PART = COLS < 128 / int(sizeof(Out)) ? COLS : 128 / int(sizeof(Out));
-    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT, "a warp's strip fits");
-    const bool vector = vector_aligned(c.data, c.ldc);
+    static_assert(store_m16_scratch<Out, PART / 8> <= SLOT && ROWS_SCRATCH <= SLOT, "a warp's strip fits");
 #pragma unroll
     for (int part = 0; part < COLS / PART; ++part)
         store_m16<Out, CCol, PART / 8, Narrow>(sums + part * (PART / 2), slot, c.data, c.ldc, row, col + part * PART, c.M, c.N, vector);
@@ -182,61 +188,82 @@ __device__ __forceinline__ void again(const Result<Out>& c, int row, int col, in
     }
 }
 
-// Strips of 16 x 16 sums of a tile, and those that each block of a cluster adds up.
+// Strips of 16 x 16 sums of a tile, numbered along its rows; of a run, which a warp adds up and stores together: up to four of the
+// same rows, if every warp then has one; and those that each block of a cluster adds up.
 template <int WG, int BN> constexpr int strips = 4 * WG * BN / 16;
-template <int WG, int BN, int Parts> constexpr int own_strips = (strips<WG, BN> + Parts - 1) / Parts;
+template <int BN, int Parts> constexpr int run_strips = BN / 16 / Parts >= 4 && BN % 64 == 0   ? 4
+                                                      : BN / 16 / Parts >= 2 && BN % 32 == 0 ? 2
+                                                                                             : 1;
+template <int WG, int BN, int Parts> constexpr int own_strips = (strips<WG, BN> / run_strips<BN, Parts> + Parts - 1) / Parts *
+                                                                run_strips<BN, Parts>;
 constexpr int STRIP_BYTES = 16 * 16 * 4;
 // Bytes for what the blocks of a cluster hand over, and all that store_tile needs: these, a slot for each warp, and a barrier.
 template <int WG, int BN, int Parts> constexpr int handed_over = Parts > 1 ? own_strips<WG, BN, Parts> * Parts * STRIP_BYTES : 0;
 template <int WG, int BN, int Parts>
-constexpr int way_out = handed_over<WG, BN, Parts> + 4 * WG * SLOT + (Parts > 1 ? 128 : 0);
+constexpr int way_out = handed_over<WG, BN, Parts> + 4 * WG * slot_bytes<BN, Parts> + (Parts > 1 ? 128 : 0);
 
 // The sums of a tile to C from column n0 on, through `shared` (1024-byte aligned), which held stages: no copy is on its way to
 // them any more, and no product of this thread reads them. All threads that multiply call it.
 //   row_of(warp)   the first of the 16 rows of C of a warp; all lanes call it
-//   c.map    rows of N, boxes of STRIP x 16 (CCol: columns of M, boxes of 16 x STRIP), STRIP = strip_columns, with Parts 16
-//   part     with Parts: the blocks of a cluster have a part of K each; each block adds up every Parts-th strip of 16 x 16
-//            sums, in the order of the parts
+//   c.map    rows of N, boxes of STRIP x 16 (CCol: columns of M, boxes of 16 x STRIP), STRIP = strip_columns, with Parts those of
+//            a run
+//   part     with Parts: the blocks of a cluster have a part of K each; each block adds up strips of 16 x 16 sums that follow each
+//            other, in the order of the parts
 //   redo(warp, row, col, cols)   called where the sums of `warp`, 16 x cols elements from (row, col) on, are not all finite
 template <class Out, bool CCol, int WG, int BN, int Parts, class RowOf, class Redo>
 __device__ __forceinline__ void store_tile(const float (&acc)[BN / 2], unsigned char* shared, const Result<Out>& c, RowOf row_of,
                                            int n0, int part, Redo redo) {
-    constexpr int THREADS = 128 * WG, WARPS = 4 * WG, STRIP = Parts > 1 ? 16 : strip_columns<BN>;
+    constexpr int THREADS = 128 * WG, WARPS = 4 * WG;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool vector = vector_aligned(c.data, c.ldc);
     named_barrier(1, THREADS);
-    char* const slot = reinterpret_cast<char*>(shared) + handed_over<WG, BN, Parts> + warp * SLOT;
+    char* const slot = reinterpret_cast<char*>(shared) + handed_over<WG, BN, Parts> + warp * slot_bytes<BN, Parts>;
     if constexpr (Parts == 1) {
+        constexpr int STRIP = strip_columns<BN>;
+        constexpr bool LONG = !CCol && BN > 64;  // rows of C that start anywhere are longer than a strip
         const int row = row_of(warp);
         u32 not_finite = 0;  // strips, a bit each
+        if (LONG && !vector) {
 #pragma unroll
-        for (int i = 0; i < BN / STRIP; ++i)
-            if (!store_strip<Out, CCol, STRIP, BN <= 64>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i)) not_finite |= 1u << i;
+            for (int i = 0; i < BN / STRIP; ++i)
+                if (!all_finite<Out, STRIP>(acc + i * (STRIP / 2))) not_finite |= 1u << i;
+            if constexpr (LONG) store_rows<Out, BN, slot_bytes<BN, Parts>>(acc, slot, c.data, c.ldc, row, n0, c.M, c.N);
+            __syncwarp();
+        } else {
+#pragma unroll
+            for (int i = 0; i < BN / STRIP; ++i)
+                if (!store_strip<Out, CCol, STRIP, BN <= 64>(acc + i * (STRIP / 2), slot, c, row, n0 + i * STRIP, i, LONG || vector))
+                    not_finite |= 1u << i;
+        }
 #pragma unroll 1
         for (; not_finite; not_finite &= not_finite - 1) redo(warp, row, n0 + (__ffs(not_finite) - 1) * STRIP, STRIP);
     } else {
-        // Strip i belongs to block i % Parts, which has room for it from every part.
-        constexpr int STRIPS = strips<WG, BN>;
+        // Strips OWN * p .. OWN * (p + 1) - 1 belong to block p, which has room for them from every part.
+        constexpr int STRIPS = strips<WG, BN>, RUN = run_strips<BN, Parts>, OWN = own_strips<WG, BN, Parts>;
+        const int first = part * OWN, count = max(0, min(OWN, STRIPS - first));
         const u32 base = shared_address(shared), bar = base + way_out<WG, BN, Parts> - 128;
         if (threadIdx.x == 0) barrier::init(bar, 1), barrier::fence_init();
         __syncwarp();
-        if (threadIdx.x == 0) barrier::expect(bar, (STRIPS + Parts - 1 - part) / Parts * ((Parts - 1) * STRIP_BYTES));
+        if (threadIdx.x == 0) barrier::expect(bar, count * ((Parts - 1) * STRIP_BYTES));
         __syncwarp();
         cluster::arrive();  // no block of the cluster reads its stages any more: they have room for sums
         cluster::wait();
 #pragma unroll
         for (int j = 0; j < BN / 16; ++j) {
-            const int i = warp + WARPS * j, owner = i % Parts;
-            const u32 to = base + (i / Parts * Parts + part) * STRIP_BYTES + lane * 16;
+            const int i = warp * (BN / 16) + j, owner = i / OWN;
+            const u32 to = base + ((i - owner * OWN) * Parts + part) * STRIP_BYTES + lane * 16;
             parts_of_k::send<STRIP_BYTES / 2>(acc + 8 * j, to, owner, part, bar);
         }
         named_barrier(1, THREADS);  // what this block's own warps stored
         barrier::wait_cluster(bar, 0);
 #pragma unroll 1
-        for (int own = warp; own * Parts + part < STRIPS; own += WARPS) {
-            float sums[8] = {};
-            parts_of_k::add<Parts, STRIP_BYTES / 2>(sums, base + own * Parts * STRIP_BYTES + lane * 16);
-            const int i = own * Parts + part, of_warp = i % WARPS, row = row_of(of_warp), col = n0 + i / WARPS * 16;
-            if (!store_strip<Out, CCol, 16, BN <= 64>(sums, slot, c, row, col, own / WARPS)) redo(of_warp, row, col, 16);
+        for (int own = warp * RUN, number = 0; own < count; own += WARPS * RUN, ++number) {
+            float sums[8 * RUN] = {};
+#pragma unroll
+            for (int r = 0; r < RUN; ++r)
+                parts_of_k::add<Parts, STRIP_BYTES / 2>(sums + 8 * r, base + (own + r) * Parts * STRIP_BYTES + lane * 16);
+            const int i = first + own, of_warp = i / (BN / 16), row = row_of(of_warp), col = n0 + i % (BN / 16) * 16;
+            if (!store_strip<Out, CCol, 16 * RUN, BN <= 64>(sums, slot, c, row, col, number, vector)) redo(of_warp, row, col, 16 * RUN);
         }
     }
     if (lane == 0) tma::store_wait_read<0>();

@@ -18,8 +18,8 @@ template <int HALF> __device__ __forceinline__ void send(const float* sums, u32 
     }
 }
 
-// sums = what all parts sent to this thread's place `at`, added in the order of the parts.
-template <int Parts, int HALF> __device__ __forceinline__ void add(float (&sums)[8], u32 at) {
+// sums, eight zeros at first, += what all parts sent to this thread's place `at`, in the order of the parts.
+template <int Parts, int HALF> __device__ __forceinline__ void add(float* sums, u32 at) {
 #pragma unroll
     for (int part = 0; part < Parts; ++part) {
         const u32 from = at + part * (2 * HALF);

@@ -23,4 +23,10 @@ __device__ __forceinline__ uint4 shifted(const uint4& low, const uint4& high, u3
                       __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits));
 }
 
+// Its first `bytes` bytes (0 to 16), and zeros.
+__device__ __forceinline__ uint4 first_bytes(const uint4& x, int bytes) {
+    auto first = [](u32 word, int n) { return n >= 4 ? word : n <= 0 ? 0 : word & (1u << 8 * n) - 1; };
+    return make_uint4(first(x.x, bytes), first(x.y, bytes - 4), first(x.z, bytes - 8), first(x.w, bytes - 12));
+}
+
 }  // namespace spformat

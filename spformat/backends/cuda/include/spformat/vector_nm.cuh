@@ -9,7 +9,7 @@
 // and so are the lines of A from tile_kept on; empty slots refer to these.
 #pragma once
 #include "spformat/cp_async.cuh"
-#include "spformat/ldmatrix.cuh"
+#include "spformat/staged_store.cuh"
 
 namespace spformat::vector_nm {
 
@@ -210,10 +210,8 @@ __device__ __forceinline__ void store_warp_tile(const Target<Out>& to, const Out
                 for (int e = 0; n + c + e < to.N; ++e) out[e] = from[e];
         }
     } else if (to.step_n == 1) {
-        for (int i = lane; i < rows * WN; i += 32) {
-            const int r = i / WN, c = i % WN;
-            if (m + r < to.M && n + c < to.N) to.c[(m + r) * to.step_m + n + c] = tile[r * pitch + c];
-        }
+        store_lines<Out, WN>([&](int r, int i) { return tile + r * pitch + i * E; }, to.c + m * to.step_m + n, to.step_m,
+                             min(rows, to.M - m), min(WN, to.N - n), lane, 32);
     } else if (to.step_n % E == 0 && aligned && m % E == 0 && rows % E == 0) {  // E rows of a column at a time
         for (int i = lane; i < rows / E * WN; i += 32) {
             const int r = i % (rows / E) * E, c = i / (rows / E);
