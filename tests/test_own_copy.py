@@ -12,7 +12,9 @@ from test_kernels import Guarded, problem
 from spformat.backends.cuda.csr import spmm_csr_expanding_sm90a as expanding
 from spformat.backends.cuda.runtime import own_copy
 from spformat.backends.cuda.runtime.launch import Operands
+from spformat.backends.cuda.runtime.record_products import Tile
 from spformat.formats import CSR
+from spformat.products.roofline import H200
 
 KERNEL = expanding.SpmmCSRExpanding()
 
@@ -69,6 +71,16 @@ def test_with_parts_of_k_the_blocks_copy(parts: int, launches: int) -> None:
     p, tile = problem(a, 11, "bfloat16", ("row", "row"), 90), tile_in(expanding.TILES, 1, 16, 6, parts)
     prepared = KERNEL.prepared_with(a.to("cuda"), p, tile)
     assert len(prepared.prepare(Operands(B.data.ptr, C.data.ptr, 11, 11, 11, 0))) == launches
+
+
+@pytest.mark.parametrize("tile", [t for t in expanding.TILES if t.parts > 1], ids=str)
+def test_blocks_that_copy_run_at_one_time(tile: Tile) -> None:
+    """However many clusters there are: DBSR has tiles without blocks, which do not count where parts are chosen."""
+    for clusters in (1, 5, 22, 1000):
+        blocks = own_copy.copying(clusters, tile, H200)
+        assert 0 < blocks <= min(clusters, H200.clusters(tile.parts, tile.resident)) * tile.parts
+        assert blocks <= H200.processors
+        assert blocks == H200.processors or blocks % tile.parts == 0
 
 
 @pytest.mark.gpu

@@ -28,6 +28,11 @@ FITTED = 64
 """Values of N whose inner plans a plan keeps."""
 
 
+FEW, SLOWER = 64, 2.0
+"""Up to so many columns a copy counts as several: kernels for few columns do not begin before it ends, or have clusters
+of blocks that find no room beside it."""
+
+
 class Layouts(NamedTuple):
     """What the product sees: the layout of B and of C, and whether each is a copy with aligned lines."""
 
@@ -103,13 +108,15 @@ class CopiedOperands(Kernel):
         return 1 << (_copy_bytes(p) - 1).bit_length()
 
     def quantities(self, p: Problem, tile: Layouts, device: Device) -> tuple[float, ...]:
-        """copies: their number. copied: what is read and written in the same layout; transposed: in the other one."""
+        """copies: their number, with few columns times ``SLOWER``. copied: what is read and written in the same layout;
+        transposed: in the other one."""
         moved = {False: 0.0, True: 0.0}
         if tile.copies_b:
             moved[tile.b != p.b_layout] += 2 * p.inner * p.n * itemsize(p.b_dtype)
         if tile.copies_out:
             moved[tile.out != p.out_layout] += 2 * p.rows * p.n * itemsize(p.out_dtype)
-        return float(tile.copies_b + tile.copies_out), memory_us(moved[False], device), memory_us(moved[True], device)
+        copies = (tile.copies_b + tile.copies_out) * (SLOWER if p.n <= FEW else 1.0)
+        return copies, memory_us(moved[False], device), memory_us(moved[True], device)
 
     def best(self, p: Problem) -> Best:
         """The layouts whose copies and product together take the least expected time, and the time of the copies."""

@@ -36,7 +36,7 @@ SHARED = 226 << 10
 """Bytes of shared memory of a multiprocessor that blocks may have, what each needs beside it left out."""
 MOST_PIECES = 1 << 32
 """Pieces of 16 bytes are counted in 32 bits."""
-OWN_COPY = 0.6, 1.7
+OWN_COPY = 0.6, 1.45
 """What a copy of B by the blocks of the product costs: before its bytes count, measured in launches of a copy, and how
 much longer than in such a launch its bytes take."""
 EXTENTS = (
@@ -342,7 +342,7 @@ class RecordProducts(CudaKernel):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
                 pitch = pitch_of(along, 2)
                 if tile.parts > 1:  # where a launch of its own ends, clusters do not find room side by side
-                    own = own_copies.of(o.stream, lines, pitch, tiles * tile.parts, device)
+                    own = own_copies.of(o.stream, lines, pitch, tiles, tile, device)
                 else:
                     b, ldb = room_for_b.buffer(o.stream, lines * pitch * 2), pitch
                     calls = [copy(COL if b_col else ROW)(o.stream, o.b, b, o.n, o.ldb, ldb)]
