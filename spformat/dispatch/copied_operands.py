@@ -29,8 +29,8 @@ FITTED = 64
 
 
 FEW, SLOWER = 64, 2.0
-"""Up to so many columns a copy counts as several: kernels for few columns do not begin before it ends, or have clusters
-of blocks that find no room beside it."""
+"""Up to so many columns a copy counts as so many: kernels for few columns do not begin before it ends, or have clusters
+of blocks that find no room beside it. So do copies in the other layout."""
 
 
 class Layouts(NamedTuple):
@@ -108,14 +108,16 @@ class CopiedOperands(Kernel):
         return 1 << (_copy_bytes(p) - 1).bit_length()
 
     def quantities(self, p: Problem, tile: Layouts, device: Device) -> tuple[float, ...]:
-        """copies: their number, with few columns times ``SLOWER``. copied: what is read and written in the same layout;
+        """copies: their number, of which some count as ``SLOWER``. copied: what is read and written in the same layout;
         transposed: in the other one."""
-        moved = {False: 0.0, True: 0.0}
-        if tile.copies_b:
-            moved[tile.b != p.b_layout] += 2 * p.inner * p.n * itemsize(p.b_dtype)
-        if tile.copies_out:
-            moved[tile.out != p.out_layout] += 2 * p.rows * p.n * itemsize(p.out_dtype)
-        copies = (tile.copies_b + tile.copies_out) * (SLOWER if p.n <= FEW else 1.0)
+        copies, moved = 0.0, {False: 0.0, True: 0.0}
+        for copied, turned, rows, dtype in (
+            (tile.copies_b, tile.b != p.b_layout, p.inner, p.b_dtype),
+            (tile.copies_out, tile.out != p.out_layout, p.rows, p.out_dtype),
+        ):
+            if copied:
+                copies += SLOWER if turned or p.n <= FEW else 1.0
+                moved[turned] += 2 * rows * p.n * itemsize(dtype)
         return copies, memory_us(moved[False], device), memory_us(moved[True], device)
 
     def best(self, p: Problem) -> Best:
