@@ -398,3 +398,24 @@ def test_lora_trains_beside_sparse_weights(packed: Path, tmp_path: Path) -> None
     config = hf.with_sparse_layers(peft.PeftConfig.from_pretrained(tmp_path / "adapter"))
     again = peft.PeftModel.from_pretrained(load(packed), tmp_path / "adapter", config=config)
     assert torch.equal(logits(again), logits(sparse))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("how", ["dequantize", "densify"])
+def test_adapters_are_merged_after_the_layers_below_became_dense(how: str, packed: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(load(packed), hf.with_sparse_layers(config)).eval()
+    expected = logits(model)
+    with pytest.raises(sf.errors.UsageError, match="dequantize"):
+        model.merge_and_unload()
+    if how == "dequantize":
+        model.base_model.model.dequantize()
+    else:
+        spformat.torch.densify(model)
+    model.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))
+    model.delete_adapter("another")
+    merged = model.merge_and_unload()
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(load(tmp_path / "merged")), logits(merged))

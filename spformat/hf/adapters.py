@@ -23,7 +23,7 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
     with sparse layers: PEFT would put copies into the adapter, whose weights do not train. PEFT itself does not look.
 
     PEFT does not store this with an adapter: give ``config=with_sparse_layers(PeftConfig.from_pretrained(path))`` when
-    one is loaded. Refused by name: merging, and initial values that change the weight (``"pissa"``), because the sum
+    one is loaded. Refused by name: merging while the weight is sparse, and initial values that change the weight (``"pissa"``), because the sum
     of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which PEFT finds dense layers only;
     configs of adapters other than LoRA.
     """
@@ -48,19 +48,23 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
         _require_dense(config.modules_to_save or (), model)
 
     class SparseLora(layer.Linear):  # type: ignore[misc]
-        """``peft.tuners.lora.Linear`` on a ``SparseLinear``."""
+        """``peft.tuners.lora.Linear`` on a ``SparseLinear``, and on the dense layer that ``densify`` puts there."""
 
         def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
             return module.in_features, module.out_features
 
-        def _get_base_layer_device_and_dtype(self, base_layer: SparseLinear) -> tuple[torch.device, torch.dtype]:
-            return base_layer.device, base_layer.dtype
+        def _get_base_layer_device_and_dtype(self, base_layer: torch.nn.Module) -> Any:
+            if isinstance(base_layer, SparseLinear):
+                return base_layer.device, base_layer.dtype
+            return super()._get_base_layer_device_and_dtype(base_layer)  # densified since
 
         def merge(self, *args: Any, **kwargs: Any) -> None:
-            raise UsageError(
-                "an adapter is not merged into a sparse weight, because their sum is dense: keep it beside the weight, "
-                "or merge after model.dequantize()"
-            )
+            if isinstance(self.get_base_layer(), SparseLinear):
+                raise UsageError(
+                    "an adapter is not merged into a sparse weight, because their sum is dense: keep it beside the "
+                    "weight, or merge after model.dequantize() or spformat.torch.densify(model)"
+                )
+            super().merge(*args, **kwargs)
 
     config._register_custom_module({SparseLinear: SparseLora})
     return config
