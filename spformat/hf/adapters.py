@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
+from ..torch.fused import FusedLinear
 from ..torch.module import SparseLinear
 
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -23,9 +24,10 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
     with sparse layers: PEFT would put copies into the adapter, whose weights do not train. PEFT itself does not look.
 
     PEFT does not store this with an adapter: give ``config=with_sparse_layers(PeftConfig.from_pretrained(path))`` when
-    one is loaded. Refused by name: merging while the weight is sparse, and initial values that change the weight (``"pissa"``), because the sum
-    of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which PEFT finds dense layers only;
-    configs of adapters other than LoRA.
+    one is loaded. Refused by name: merging while the weight is sparse, an adapter on the fused weight of
+    ``spformat.torch.fuse_projections`` (those on its projections work), and initial values that change the weight
+    (``"pissa"``), because the sum of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which
+    PEFT finds dense layers only; configs of adapters other than LoRA.
     """
     from peft import LoraConfig
     from peft.tuners.lora import layer
@@ -51,6 +53,11 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
         """``peft.tuners.lora.Linear`` on a ``SparseLinear``, and on the dense layer that ``densify`` puts there."""
 
         def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
+            if isinstance(module, FusedLinear):
+                raise UsageError(
+                    "target_modules matches the fused weight of several layers, whose results only these layers give "
+                    "out, so that an adapter on it would change nothing: name the layers themselves (['q_proj', ..])"
+                )
             return module.in_features, module.out_features
 
         def _get_base_layer_device_and_dtype(self, base_layer: torch.nn.Module) -> Any:
