@@ -327,6 +327,16 @@ def test_a_dtype_that_a_format_lacks_is_refused_by_the_name_of_the_weight(dense:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype="float64")
 
 
+def test_a_model_that_is_wrapped_is_saved_under_its_own_names(packed: Path, tmp_path: Path) -> None:
+    """The names of its layers in a wrapper are others, under which nothing would load."""
+    model = load(packed)
+    hf.save_pretrained(torch.compile(model, backend="eager"), tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    with pytest.raises(sf.errors.UsageError, match=r"expected a model of transformers, got torch\..*DataParallel"):
+        hf.save_pretrained(torch.nn.DataParallel(model), tmp_path / "wrapped")
+    assert not (tmp_path / "wrapped").exists()
+
+
 def test_copies_of_a_model_save_themselves(packed: Path, tmp_path: Path) -> None:
     model = load(packed)
     for i, other in enumerate([copy.deepcopy(model), pickle.loads(pickle.dumps(model))]):
