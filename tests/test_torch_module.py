@@ -354,6 +354,12 @@ def test_a_lazy_layer_does_not_become_sparse_before_it_has_a_shape() -> None:
         st.SparseLinear.from_linear(torch.nn.LazyLinear(ROWS), "csr")
 
 
+@pytest.mark.parametrize("bias", [np.zeros(ROWS, np.float32), True, [0.0] * ROWS], ids=["array", "bool", "list"])
+def test_a_bias_that_is_no_tensor_is_refused(bias: Any) -> None:
+    with pytest.raises(sf.errors.UsageError, match=rf"bias: expected a torch tensor \[{ROWS}\] or None, got \w+"):
+        st.SparseLinear(matrix("csr"), bias)
+
+
 def test_descriptions_that_are_none() -> None:
     for text in ("", "{}", '{"format": "csr"}', '{"format": "none", "shape": [1, 1], "params": {}}'):
         with pytest.raises(sf.errors.UsageError):

@@ -104,6 +104,9 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         self.out_features, self.in_features = description.shape
         self.description = description
         self._use(description, tensors)
+        if bias is not None and not isinstance(bias, torch.Tensor):
+            got = f"{type(bias).__module__}.{type(bias).__name__}"
+            raise UsageError(f"bias: expected a torch tensor [{self.out_features}] or None, got {got}")
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise UsageError(f"bias: expected shape [{self.out_features}], got {list(bias.shape)}")
         if bias is not None and not isinstance(bias, torch.nn.Parameter):
