@@ -429,3 +429,13 @@ def test_adapters_are_merged_after_the_layers_below_became_dense(how: str, packe
     assert torch.allclose(logits(merged), expected, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(load(tmp_path / "merged")), logits(merged))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+def test_a_model_with_adapters_is_pickled(packed: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(load(packed), hf.with_sparse_layers(config)).eval()
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), logits(model))
+    again.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))

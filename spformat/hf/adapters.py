@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..torch.fused import FusedLinear
 from ..torch.module import SparseLinear
 
 CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -30,7 +29,8 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
     PEFT finds dense layers only; configs of adapters other than LoRA.
     """
     from peft import LoraConfig
-    from peft.tuners.lora import layer
+
+    from .sparse_lora import SparseLora
 
     if not isinstance(config, LoraConfig):
         raise UsageError(
@@ -48,31 +48,6 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
 
     if model is not None:
         _require_dense(config.modules_to_save or (), model)
-
-    class SparseLora(layer.Linear):  # type: ignore[misc]
-        """``peft.tuners.lora.Linear`` on a ``SparseLinear``, and on the dense layer that ``densify`` puts there."""
-
-        def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
-            if isinstance(module, FusedLinear):
-                raise UsageError(
-                    "target_modules matches the fused weight of several layers, whose results only these layers give "
-                    "out, so that an adapter on it would change nothing: name the layers themselves (['q_proj', ..])"
-                )
-            return module.in_features, module.out_features
-
-        def _get_base_layer_device_and_dtype(self, base_layer: torch.nn.Module) -> Any:
-            if isinstance(base_layer, SparseLinear):
-                return base_layer.device, base_layer.dtype
-            return super()._get_base_layer_device_and_dtype(base_layer)  # densified since
-
-        def merge(self, *args: Any, **kwargs: Any) -> None:
-            if isinstance(self.get_base_layer(), SparseLinear):
-                raise UsageError(
-                    "an adapter is not merged into a sparse weight, because their sum is dense: keep it beside the "
-                    "weight, or merge after model.dequantize() or spformat.torch.densify(model)"
-                )
-            super().merge(*args, **kwargs)
-
     config._register_custom_module({SparseLinear: SparseLora})
     return config
 
