@@ -123,3 +123,21 @@ def test_dequantize_casts_values_that_no_dense_layer_multiplies(tmp_path: Path) 
     model = load(tmp_path / "packed")
     assert model.model.layers[0].mlp.up_proj.dtype is torch.int8
     assert torch.equal(logits(model.dequantize()), expected)
+
+
+@pytest.mark.parametrize("shard", ["5GB", "40KB"])
+def test_a_dense_model_over_a_packed_folder_is_not_read_as_the_packed_one(shard: str, tmp_path: Path) -> None:
+    """transformers leaves the packed files, with the weights of before, and writes a config.json of the dense ones."""
+    model = from_folder(tmp_path).dequantize()
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2)
+    model.save_pretrained(tmp_path / "packed", max_shard_size=shard)
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
+    for read in (sf.open, lambda folder: st.load_into(llama(), folder)):
+        with pytest.raises(sf.errors.ContainerError, match=r"two models: config\.json is that of model\.safetensors"):
+            read(tmp_path / "packed")
+    hf.sparsify(model, RULE)
+    model.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(load(tmp_path / "packed")), logits(model))
+    st.load_into(again := llama(), tmp_path / "packed")
+    assert torch.equal(logits(again), logits(model))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hf_installed import hf, torch, transformers
 
+import spformat as sf
 import spformat.torch as st
 
 SIZES = {
@@ -86,6 +87,17 @@ def test_adapters_on_fused_projections_train() -> None:
     for name, g in gradients[0].items():
         assert g.abs().max() > 0
         torch.testing.assert_close(gradients[1][name], g, rtol=1e-4, atol=1e-4 * float(g.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+def test_an_adapter_on_the_fused_weight_is_refused() -> None:
+    """Projections read it without calling the module that PEFT would put around it."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    model = sparse()
+    st.fuse_projections(model)
+    config = peft.LoraConfig(target_modules=r".*(q_proj|v_proj)", r=4)  # fused_q_proj_k_proj_v_proj, too
+    with pytest.raises(sf.errors.UsageError, match=r"fused weight of several layers.*would change nothing"):
+        peft.get_peft_model(model, hf.with_sparse_layers(config))
 
 
 def test_dequantized() -> None:

@@ -117,6 +117,65 @@ def test_from_pretrained_gives_the_logits_of_the_masked_model(target: str, tmp_p
     assert (logits(model) - logits(expected)).abs().max() <= bound * logits(expected).abs().max()
 
 
+MATRICES = {"layers": PROJECTIONS, "all": "re:.*"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pattern", MATRICES.values(), ids=MATRICES)
+def test_matrices_that_are_smallest_dense_are_loaded(pattern: str, tied: bool, tmp_path: Path) -> None:
+    """``auto`` stores them in the format dense, whose array has another name in the file than a plain tensor."""
+    model = llama(tie_word_embeddings=tied)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[:, ::2] = 0
+    model.save_pretrained(tmp_path / "dense")
+    convert_checkpoint(
+        tmp_path / "dense", tmp_path / "packed", Recipe("keep", (Rule(pattern, "auto"),)), layout="transformers"
+    )
+    again, info = load(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values()), info
+    assert list(sparse_layers(again)) == ["model.layers.0.mlp.up_proj"]
+    assert torch.allclose(logits(again), logits(model), atol=1e-6)
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(again))
+    part = transformers.AutoModel.from_pretrained(tmp_path / "packed")
+    assert torch.equal(part.embed_tokens.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("share", [0, 0.75])
+def test_layers_that_auto_leaves_dense_go_round(share: float, tmp_path: Path) -> None:
+    model = llama()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[: round(share * 64)] = 0
+    hf.sparsify(model, f"{PROJECTIONS}=auto")
+    assert {m.description.format == "dense" for m in sparse_layers(model).values()} == {True, share == 0}
+    model.save_pretrained(tmp_path / "packed")
+    again, info = load(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values()), info
+    assert len(sparse_layers(again)) == (share > 0)
+    assert torch.allclose(logits(again), logits(model), atol=1e-6)
+    again.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(again))
+
+
+def test_what_a_model_lacks_is_reported_of_a_folder_of_dense_matrices(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "dense")
+    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "auto", layout="transformers")
+    _, info = transformers.AutoModel.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert info["unexpected_keys"] == {"lm_head.weight"}
+
+
+def test_a_dense_matrix_that_transformers_does_not_ask_for_is_an_error(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a release that has no such names: it would leave the weight to random numbers."""
+    recipe_of_dense = Recipe("keep", (Rule("re:gate_proj.weight$", "dense"),))
+    convert_checkpoint(packed, tmp_path / "packed", recipe_of_dense, layout="transformers")
+    monkeypatch.setattr(hf.SpformatQuantizer, "get_weight_conversions", lambda self: [])
+    with pytest.raises(sf.errors.UsageError, match=r"layers\.0\.mlp\.gate_proj\.weight.*format dense"):
+        load(tmp_path / "packed")
+
+
 def test_generation_is_that_of_the_masked_model(packed: Path, masked: Any, warnings: list[str]) -> None:
     model = load(packed)
     assert warnings == []
@@ -327,6 +386,16 @@ def test_a_dtype_that_a_format_lacks_is_refused_by_the_name_of_the_weight(dense:
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype="float64")
 
 
+def test_a_model_that_is_wrapped_is_saved_under_its_own_names(packed: Path, tmp_path: Path) -> None:
+    """The names of its layers in a wrapper are others, under which nothing would load."""
+    model = load(packed)
+    hf.save_pretrained(torch.compile(model, backend="eager"), tmp_path / "again")
+    assert torch.equal(logits(load(tmp_path / "again")), logits(model))
+    with pytest.raises(sf.errors.UsageError, match=r"expected a model of transformers, got torch\..*DataParallel"):
+        hf.save_pretrained(torch.nn.DataParallel(model), tmp_path / "wrapped")
+    assert not (tmp_path / "wrapped").exists()
+
+
 def test_copies_of_a_model_save_themselves(packed: Path, tmp_path: Path) -> None:
     model = load(packed)
     for i, other in enumerate([copy.deepcopy(model), pickle.loads(pickle.dumps(model))]):
@@ -398,3 +467,34 @@ def test_lora_trains_beside_sparse_weights(packed: Path, tmp_path: Path) -> None
     config = hf.with_sparse_layers(peft.PeftConfig.from_pretrained(tmp_path / "adapter"))
     again = peft.PeftModel.from_pretrained(load(packed), tmp_path / "adapter", config=config)
     assert torch.equal(logits(again), logits(sparse))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+@pytest.mark.parametrize("how", ["dequantize", "densify"])
+def test_adapters_are_merged_after_the_layers_below_became_dense(how: str, packed: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(load(packed), hf.with_sparse_layers(config)).eval()
+    expected = logits(model)
+    with pytest.raises(sf.errors.UsageError, match="dequantize"):
+        model.merge_and_unload()
+    if how == "dequantize":
+        model.base_model.model.dequantize()
+    else:
+        spformat.torch.densify(model)
+    model.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))
+    model.delete_adapter("another")
+    merged = model.merge_and_unload()
+    assert torch.allclose(logits(merged), expected, atol=1e-5)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(logits(load(tmp_path / "merged")), logits(merged))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+def test_a_model_with_adapters_is_pickled(packed: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
+    model = peft.get_peft_model(load(packed), hf.with_sparse_layers(config)).eval()
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), logits(model))
+    again.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))

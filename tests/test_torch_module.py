@@ -329,6 +329,37 @@ def test_a_dense_layer_becomes_sparse() -> None:
     assert int((half.weight != 0).sum()) == ROWS * DEPTH // 4
 
 
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm:FutureWarning")
+@pytest.mark.parametrize("how", ["prune", "weight_norm"])
+def test_a_weight_that_a_hook_computes_is_that_of_the_next_product(how: str) -> None:
+    """Between a step of an optimizer and the next product ``weight`` and ``bias`` of the dense layer are old."""
+    from torch.nn.utils import prune
+
+    dense_layer = torch.nn.Linear(DEPTH, ROWS)
+    if how == "prune":
+        prune.l1_unstructured(dense_layer, "weight", 0.5)
+        prune.l1_unstructured(dense_layer, "bias", 0.5)
+    else:
+        torch.nn.utils.weight_norm(dense_layer)
+    with torch.no_grad():
+        for p in dense_layer.parameters():
+            p.mul_(2)
+    m = st.SparseLinear.from_linear(dense_layer, "csr")
+    x = torch.ones(3, DEPTH)
+    assert torch.allclose(m(x), dense_layer(x), atol=1e-4)
+
+
+def test_a_lazy_layer_does_not_become_sparse_before_it_has_a_shape() -> None:
+    with pytest.raises(sf.errors.UsageError, match="call the model once before"):
+        st.SparseLinear.from_linear(torch.nn.LazyLinear(ROWS), "csr")
+
+
+@pytest.mark.parametrize("bias", [np.zeros(ROWS, np.float32), True, [0.0] * ROWS], ids=["array", "bool", "list"])
+def test_a_bias_that_is_no_tensor_is_refused(bias: Any) -> None:
+    with pytest.raises(sf.errors.UsageError, match=rf"bias: expected a torch tensor \[{ROWS}\] or None, got \w+"):
+        st.SparseLinear(matrix("csr"), bias)
+
+
 def test_descriptions_that_are_none() -> None:
     for text in ("", "{}", '{"format": "csr"}', '{"format": "none", "shape": [1, 1], "params": {}}'):
         with pytest.raises(sf.errors.UsageError):

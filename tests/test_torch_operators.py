@@ -293,6 +293,28 @@ def test_autocast(compiled: bool) -> None:
     assert torch.equal(x.grad, torch.from_numpy(weights()).float().sum(0).expand(3, DEPTH))
 
 
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_autocast_with_values_of_one_byte(values: Any, given: Any, with_bias: bool) -> None:
+    """Operands are not rounded to such a dtype: float8_e4m3fn ends at 448 and has three bits of fraction."""
+    w = torch.arange(-16, 16).repeat(8, 2).to(values)
+    b = torch.arange(8.0) if with_bias else None
+    m = st.SparseLinear(sf.convert(w, "csr"), b)
+    x = (torch.arange(3 * 64).view(3, 64) * 101.0).to(given).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, C = m(x), st.spmm(m.matrix, x.detach().T)
+    whole = x.detach().bfloat16().double() @ w.double().T
+    assert y.dtype is C.dtype is torch.bfloat16
+    scale = float(whole.abs().max())
+    assert torch.allclose(C.double().T, whole, rtol=1e-2, atol=1e-2 * scale)
+    assert torch.allclose(y.detach().double(), whole + (0 if b is None else b), rtol=1e-2, atol=1e-2 * scale)
+    y.float().sum().backward()
+    assert torch.equal(x.grad, w.to(given).sum(0).expand(3, 64))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert st.linear(torch.ones(1, 64, dtype=torch.int8), sf.convert(w.to(torch.int8), "csr")).dtype is torch.int32
+
+
 def test_functions_of_matrices() -> None:
     a, x = matrix("bitmask"), tokens(2, 3)
     assert torch.equal(st.linear(x, a, bias()), dense(x, weights(), bias()))

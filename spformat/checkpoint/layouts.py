@@ -54,7 +54,7 @@ def config_for(data: bytes, layout: str, path: str = "") -> bytes:
         raise InputError(f"{CONFIG}: expected a JSON object, for the layout of transformers", path=path)
     before = json.dumps(tree)
     settings = tree.get("quantization_config")
-    if isinstance(settings, dict) and settings.get("quant_method") == METHOD:
+    if is_packed(tree):
         del tree["quantization_config"]
     elif settings is not None and layout == TRANSFORMERS:
         got = settings.get("quant_method") if isinstance(settings, dict) else settings
@@ -67,6 +67,12 @@ def config_for(data: bytes, layout: str, path: str = "") -> bytes:
     if layout == TRANSFORMERS:
         tree |= {"quantization_config": {"quant_method": METHOD}, "transformers_weights": GUARD}
     return data if json.dumps(tree) == before else (json.dumps(tree, indent=2) + "\n").encode()
+
+
+def is_packed(config: dict[str, Any]) -> bool:
+    """Whether a config.json says that the weights beside it are those of the transformers layout."""
+    settings = config.get("quantization_config")
+    return isinstance(settings, dict) and settings.get("quant_method") == METHOD
 
 
 def parsed_config(data: bytes) -> dict[str, Any] | None:

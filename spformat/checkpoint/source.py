@@ -30,7 +30,7 @@ from ..storage.files import (
 from ..storage.filewriter import Tensor
 from ..storage.stheader import TORCH_SUFFIXES, strict_json, torch_lines
 from ..storage.tensorfile import TensorFile
-from .layouts import CONFIG, NEUTRAL, config_for
+from .layouts import CONFIG, NEUTRAL, PACKED_INDEX, config_for, is_packed, parsed_config
 from .manifest import JOURNAL_GLOB, MANIFEST, check_index_keys, is_finished, read_manifest
 from .matrix_file import MatrixFile, is_matrix
 from .packed import Packed, UnpackedFile, config_when_dense, unpacked
@@ -164,6 +164,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
             path=where,
         )
     if MANIFEST in names:
+        _refuse_dense_over_packed(where, names, follow)
         listing = os.path.join(where, MANIFEST)
         manifest = read_manifest(not_outside(listing, follow))
         shards = tuple(safe_name(n, ".safetensors", listing, _BESIDE) for n in manifest["files"])
@@ -200,6 +201,23 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         member(where, shard, ".safetensors", follow)
     _require_siblings(shards, where)
     return _assemble(where, where, shards, {}, {}, _others(names, shards), follow)
+
+
+def _refuse_dense_over_packed(folder: str, names: Sequence[str], follow: Sequence[Path]) -> None:
+    """ContainerError for a packed folder of transformers over which transformers has saved a dense model.
+
+    It writes its weights and its config.json, and leaves the packed files: those of an older model.
+    """
+    dense = next((n for n in ("model.safetensors", INDEX) if n in names), None)
+    if dense is None or PACKED_INDEX not in names or CONFIG not in names:
+        return
+    config = parsed_config(read_small(not_outside(os.path.join(folder, CONFIG), follow), SIDE_FILE))
+    if config is not None and not is_packed(config):
+        raise ContainerError(
+            f"two models: {CONFIG} is that of {dense}, a dense one, and {MANIFEST} lists an older one, which is "
+            "packed: remove the files spformat* if the dense one is right",
+            path=folder,
+        )
 
 
 def _require_siblings(shards: Sequence[str], path: str) -> None:

@@ -23,12 +23,14 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
     with sparse layers: PEFT would put copies into the adapter, whose weights do not train. PEFT itself does not look.
 
     PEFT does not store this with an adapter: give ``config=with_sparse_layers(PeftConfig.from_pretrained(path))`` when
-    one is loaded. Refused by name: merging, and initial values that change the weight (``"pissa"``), because the sum
-    of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which PEFT finds dense layers only;
-    configs of adapters other than LoRA.
+    one is loaded. Refused by name: merging while the weight is sparse, an adapter on the fused weight of
+    ``spformat.torch.fuse_projections`` (those on its projections work), and initial values that change the weight
+    (``"pissa"``), because the sum of a sparse weight and an adapter is dense; ``target_modules="all-linear"``, by which
+    PEFT finds dense layers only; configs of adapters other than LoRA.
     """
     from peft import LoraConfig
-    from peft.tuners.lora import layer
+
+    from .sparse_lora import SparseLora
 
     if not isinstance(config, LoraConfig):
         raise UsageError(
@@ -46,22 +48,6 @@ def with_sparse_layers(config: Any, model: torch.nn.Module | None = None) -> Any
 
     if model is not None:
         _require_dense(config.modules_to_save or (), model)
-
-    class SparseLora(layer.Linear):  # type: ignore[misc]
-        """``peft.tuners.lora.Linear`` on a ``SparseLinear``."""
-
-        def _get_in_out_features(self, module: torch.nn.Module) -> tuple[int, int]:
-            return module.in_features, module.out_features
-
-        def _get_base_layer_device_and_dtype(self, base_layer: SparseLinear) -> tuple[torch.device, torch.dtype]:
-            return base_layer.device, base_layer.dtype
-
-        def merge(self, *args: Any, **kwargs: Any) -> None:
-            raise UsageError(
-                "an adapter is not merged into a sparse weight, because their sum is dense: keep it beside the weight, "
-                "or merge after model.dequantize()"
-            )
-
     config._register_custom_module({SparseLinear: SparseLora})
     return config
 

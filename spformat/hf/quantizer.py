@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
 from ..errors import SpformatError, UsageError
 from ..formats.base import Format
+from ..formats.dense import Dense
 from ..formats.stack import Stack
 from ..storage.container import safe_open
 from ..storage.descriptor import Record
@@ -47,6 +48,7 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         self._to_fill: dict[str, list[tuple[str, str]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
         self._sized: list[Unfilled] = []
+        self._dense_names: DenseNames | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """UsageError for a device map with "disk", which layers of spformat cannot be loaded to.
@@ -88,10 +90,13 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         self._to_fill, entries, buffers = {}, set(), set()
         names = Names(model)
         unused, dense = [], []
+        entries_of_dense: dict[str, str] = {}
         for file in checkpoint_files or ():
             with safe_open(file) as f:
-                records = {name: f.info(name) for name in f if is_sparse(f.info(name))}
-                dense += [name for name in f if name not in records]
+                every = {name: f.info(name) for name in f}
+                records = {name: record for name, record in every.items() if is_sparse(record)}
+                dense += [name for name in every if name not in records]
+                entries_of_dense |= {r.entry("data"): name for name, r in every.items() if r.format is Dense}
                 stack = next((name for name in f if f.info(name).format is Stack), None)
             if stack is not None:
                 message = "transformers cannot load a stack of sparse matrices; convert again with --exclude for it"
@@ -110,7 +115,8 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
                 self._sized.append(layer)
                 self._to_fill.setdefault(file, []).append((name, layer_name))
                 buffers |= {c.attribute for c in layer.description.components}
-        if not (self._to_fill or unused):
+        self._dense_names = DenseNames(entries_of_dense) if entries_of_dense else None
+        if not (self._to_fill or unused or entries_of_dense):
             message = "no tensor of the checkpoint is sparse: take quantization_config out of its config.json"
             raise UsageError(message, path=_first(checkpoint_files))
         if not self._to_fill:
@@ -126,11 +132,22 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
         if unused:
             log.warning(f"{len(unused)} sparse tensors have no place in the model and are not loaded, as {unused[0]}")
         # What transformers would report: buffers that it does not find, and entries that it does not know.
-        model._keys_to_ignore_on_load_missing |= {rf"\.({_alternatives(buffers)})$"}
-        model._keys_to_ignore_on_load_unexpected |= {rf"({_alternatives(entries)})$"}
+        if buffers:
+            model._keys_to_ignore_on_load_missing |= {rf"\.({_alternatives(buffers)})$"}
+        if entries:
+            model._keys_to_ignore_on_load_unexpected |= {rf"({_alternatives(entries)})$"}
         if not isinstance(kwargs.get("device_map"), str):  # of "auto" and the like the map is computed later
             self._forget_sizes()
         return model
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> Any:
+        """What transformers does with the names in the files: matrices in the format dense come first."""
+        others = super().update_weight_conversions(weight_conversions, model)
+        return [*self.get_weight_conversions(), *(c for c in others if not isinstance(c, DenseNames))]
+
+    def get_weight_conversions(self) -> list[Any]:
+        """The same in releases that only add these."""
+        return [] if self._dense_names is None else [self._dense_names]
 
     def _forget_sizes(self) -> None:
         """transformers allocates what it does not load, and torch would keep that memory when ours replaces it."""
@@ -143,6 +160,9 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
             c = self.quantization_config
             sparsify(model, c.rules, prune=c.prune, sparsity=c.sparsity)
             return model
+        if self._dense_names is not None:
+            self._dense_names.require_all()
+            self._dense_names = None
         if not self._to_fill:  # the sparse weights are those of other layers, such as a head
             self.remove_quantization_config(model)
             return model
@@ -187,6 +207,39 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Whether ``torch.compile`` takes the layers: yes."""
         return True
+
+
+class DenseNames(WeightRenaming):  # type: ignore[misc]
+    """Gives matrices in the format dense, whose only array is the matrix, the names of plain tensors.
+
+    ``--to auto`` chooses this format where no sparse one is smaller. transformers reads such an array as a tensor then.
+    """
+
+    __slots__ = ("names", "seen")
+
+    def __init__(self, names: dict[str, str]) -> None:
+        """names: of the array in the file -> of the tensor."""
+        super().__init__("spformat", "spformat")  # the patterns are not used
+        self.names, self.seen = names, set[str]()
+
+    def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+        """(name, pattern): as of transformers."""
+        if source_key in self.names:
+            self.seen.add(source_key)
+        return self.names.get(source_key, source_key), None
+
+    def was_used(self) -> bool:
+        """False: saving does not undo it."""
+        return False
+
+    def require_all(self) -> None:
+        """UsageError if transformers did not ask for the name of each, and so left weights to random numbers."""
+        lacking = sorted(self.names.keys() - self.seen)
+        if lacking:
+            raise UsageError(
+                "this release of transformers does not load matrices in the format dense: install a newer one, or "
+                "convert with --rule NAME=keep for them", tensor=self.names[lacking[0]],
+            )  # fmt: skip
 
 
 class Unfilled(SparseLinear):

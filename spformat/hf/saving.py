@@ -105,6 +105,7 @@ def save_pretrained(
     model that has no sparse layer any more, as a dense one. A model below adapters, whose layers have other names, is
     refused: UsageError.
     """
+    model = _unwrapped(model)
     if getattr(model, "_hf_peft_config_loaded", False):
         _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
         return
@@ -146,6 +147,20 @@ def save_pretrained(
         config = config_for(f.read(), TRANSFORMERS, path)
     publish(path, config, overwrite=True)
     write_packed(folder, tensors, shard, overwrite, PACKED_INDEX)
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model that ``torch.compile`` compiles, whose layers have the names of a checkpoint; others as they are.
+
+    UsageError for what is no model of transformers: loading would find no weight under the names that it has there.
+    """
+    own = getattr(model, "_orig_mod", model)
+    if isinstance(own, PreTrainedModel):
+        return own
+    got = f"{type(own).__module__}.{type(own).__name__}"
+    adapted = type(own).__module__.startswith("peft.")
+    fix = "save adapters by its own save_pretrained" if adapted else "give the model inside, as wrapped.module"
+    raise UsageError(f"model: expected a model of transformers, got {got}: {fix}")
 
 
 def _by_transformers(

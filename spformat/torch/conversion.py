@@ -6,16 +6,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..arrays.torch_tensors import array_to_torch, torch_to_array
 from ..checkpoint.fastest import is_fastest, resolved
 from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule, needs_counts
 from ..checkpoint.tensor_plans import prune as pruned
 from ..checkpoint.tensor_plans import prune_into
+from ..errors import UsageError
 from ..formats import parse_spec
 from ..formats.base import Format
 from ..formats.convert import convert
 from ..preprocess.structure import analyse
+
+WITHOUT_SHAPE = "has no shape yet, as torch gives lazy layers theirs when they are called: call the model once before"
+"""What an error says of a parameter of ``torch.nn.LazyLinear`` and others."""
 
 
 def recipe(
@@ -52,6 +60,25 @@ def convert_by(r: Recipe, weight: torch.Tensor, target: str) -> Format:
         target = resolved(target, x)
     fmt, given = parse_spec(target)
     return convert(x, fmt, **given)
+
+
+def current_weight(layer: torch.nn.Module) -> torch.Tensor:
+    """The weight of the next product of a linear layer. The bias is brought up to date, too.
+
+    UsageError for a lazy layer that has no weight yet.
+    """
+    if is_lazy(layer._parameters.get("weight")):
+        raise UsageError(f"this layer {WITHOUT_SHAPE}")
+    for hook in layer._forward_pre_hooks.values():
+        if computes_the_weight(hook):
+            hook(layer, ())
+    weight: torch.Tensor = layer.weight
+    return weight
+
+
+def computes_the_weight(hook: Any) -> bool:
+    """Whether a hook writes ``weight`` or ``bias`` before a product, so that until then they may be those of before."""
+    return isinstance(hook, BasePruningMethod | WeightNorm | SpectralNorm)
 
 
 def cast(matrix: Format, dtype: torch.dtype) -> Format:

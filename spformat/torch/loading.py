@@ -15,7 +15,8 @@ from ..formats.dense import Dense
 from ..formats.stack import Stack
 from ..storage.descriptor import Record
 from ..storage.files import Path
-from .models import WITHOUT_SHAPE, is_linear, refuse_plain_saving, replace
+from .conversion import WITHOUT_SHAPE
+from .models import is_linear, refuse_plain_saving, replace
 from .module import SparseLinear
 
 NAMED = 5

@@ -10,17 +10,11 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.prune import BasePruningMethod
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
 from ..errors import SpformatError, UsageError
-from .conversion import convert_by, recipe
+from .conversion import computes_the_weight, convert_by, current_weight, recipe
 from .module import SparseLinear
-
-WITHOUT_SHAPE = "has no shape yet, as torch gives lazy layers theirs when they are called: call the model once before"
-"""What an error says of a parameter of ``torch.nn.LazyLinear`` and others."""
 
 
 def sparsify(
@@ -54,12 +48,10 @@ def sparsify(
         target, _ = r.target_of(weight, shape, str(layer.weight.dtype).removeprefix("torch."))
         if target == KEEP:
             continue
-        if lazy:
-            raise UsageError(f"this layer {WITHOUT_SHAPE}", tensor=weight)
         key = id(layer), target
         if key not in new:
             try:
-                matrix = convert_by(r, _current_weight(layer), target)
+                matrix = convert_by(r, current_weight(layer), target)
             except SpformatError as e:
                 raise e.at(tensor=weight) from None
             new[key] = SparseLinear(matrix, layer.bias)
@@ -129,18 +121,6 @@ def is_linear(module: torch.nn.Module) -> bool:
     )
 
 
-_COMPUTE_THE_WEIGHT = (BasePruningMethod, WeightNorm, SpectralNorm)
-"""Hooks that write ``weight`` or ``bias`` before a product, so that between products they may be those of before."""
-
-
-def _current_weight(layer: torch.nn.Linear) -> torch.Tensor:
-    """The weight of the next product. The bias is brought up to date, too."""
-    for hook in layer._forward_pre_hooks.values():
-        if isinstance(hook, _COMPUTE_THE_WEIGHT):
-            hook(layer, ())
-    return layer.weight
-
-
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",
@@ -157,8 +137,8 @@ def replace(model: torch.nn.Module, name: str, layer: torch.nn.Module) -> None:
     if old is not layer:
         layer.training = old.training
         vars(layer).update({kind: vars(old)[kind] for kind in _HOOKS})  # the same objects, so that handles remove them
-        if any(isinstance(hook, _COMPUTE_THE_WEIGHT) for hook in old._forward_pre_hooks.values()):
-            kept = {k: hook for k, hook in old._forward_pre_hooks.items() if not isinstance(hook, _COMPUTE_THE_WEIGHT)}
+        if any(map(computes_the_weight, old._forward_pre_hooks.values())):
+            kept = {k: hook for k, hook in old._forward_pre_hooks.items() if not computes_the_weight(hook)}
             layer._forward_pre_hooks = OrderedDict(kept)
     setattr(holder, leaf, layer)
 

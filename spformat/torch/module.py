@@ -17,7 +17,7 @@ from ..formats import by_name
 from ..formats.base import Format
 from ..storage.descriptor import Record
 from . import operators  # noqa: F401 - registers spformat::linear
-from .conversion import cast, converted, some_become_zero
+from .conversion import cast, converted, current_weight, some_become_zero
 from .description import Description, empty_tensors, parse
 from .states import describe, require_fit, rounded
 from .weights import Weight, forget, keep, name_of, weight_of
@@ -74,11 +74,12 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         format: an id ("two-four"), or a text with params as the command takes it ("bsr:blocksize=32x32"); params: those
         of the format. prune: zero the smallest values where the weight does not fit the format; sparsity: the share to
         zero, for formats that leave it open. Without ``prune`` the weight must fit exactly: StructureError says where
-        it does not. UsageError for a layer of another kind: the weight of transformers' Conv1D is W^T.
+        it does not. A weight that ``torch.nn.utils.prune`` masks is that of the next product. UsageError for a layer of
+        another kind: the weight of transformers' Conv1D is W^T.
         """
         if not isinstance(linear, torch.nn.Linear | SparseLinear):
             raise UsageError(f"linear: expected a torch.nn.Linear, got {type(linear).__name__}")
-        matrix = converted(linear.weight, format, prune=prune, sparsity=sparsity, **params)
+        matrix = converted(current_weight(linear), format, prune=prune, sparsity=sparsity, **params)
         layer = cls(matrix, linear.bias)
         layer.training = linear.training
         return layer
@@ -103,6 +104,9 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         self.out_features, self.in_features = description.shape
         self.description = description
         self._use(description, tensors)
+        if bias is not None and not isinstance(bias, torch.Tensor):
+            got = f"{type(bias).__module__}.{type(bias).__name__}"
+            raise UsageError(f"bias: expected a torch tensor [{self.out_features}] or None, got {got}")
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise UsageError(f"bias: expected shape [{self.out_features}], got {list(bias.shape)}")
         if bias is not None and not isinstance(bias, torch.nn.Parameter):

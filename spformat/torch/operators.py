@@ -232,25 +232,29 @@ def _cast(x: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return x if wide or x is None else x.to(dtype)
 
 
+def _operand_dtype(values: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+    """The dtype of dense operands under autocast: that of the weight, unless its values have one byte (int8, float8),
+    which operands cannot be rounded to; then that of autocast."""
+    return values if values.itemsize > 1 else wanted
+
+
 def _under_autocast(device: str) -> None:
-    """Dense operands take the dtype of the weight, which is never cast; the result has the dtype of autocast."""
+    """Dense operands take ``_operand_dtype``; the weight is never cast; the result has the dtype of autocast."""
 
     def linear(
         x: torch.Tensor, weight: Tensors, bias: torch.Tensor | None, matrix: str, transposed: bool
     ) -> torch.Tensor:
-        wanted, values = torch.get_autocast_dtype(device), weight[parse(matrix).values].dtype
+        wanted = torch.get_autocast_dtype(device)
+        own = _operand_dtype(weight[parse(matrix).values].dtype, wanted)
         with torch.autocast(device, enabled=False):
-            if not values.is_floating_point:
-                return torch.ops.spformat.linear(x, weight, bias, matrix, transposed)
-            y = torch.ops.spformat.linear(_cast(x, values), weight, _cast(bias, values), matrix, transposed)
+            y = torch.ops.spformat.linear(_cast(x, own), weight, _cast(bias, own), matrix, transposed)
             return _cast(y, wanted)
 
     def spmm(weight: Tensors, B: torch.Tensor, matrix: str, transposed: bool) -> torch.Tensor:
-        wanted, values = torch.get_autocast_dtype(device), weight[parse(matrix).values].dtype
+        wanted = torch.get_autocast_dtype(device)
+        own = _operand_dtype(weight[parse(matrix).values].dtype, wanted)
         with torch.autocast(device, enabled=False):
-            if not values.is_floating_point:
-                return torch.ops.spformat.spmm(weight, B, matrix, transposed)
-            return _cast(torch.ops.spformat.spmm(weight, _cast(B, values), matrix, transposed), wanted)
+            return _cast(torch.ops.spformat.spmm(weight, _cast(B, own), matrix, transposed), wanted)
 
     LIBRARY.impl("linear", linear, f"Autocast{device.upper()}")
     LIBRARY.impl("spmm", spmm, f"Autocast{device.upper()}")
