@@ -48,6 +48,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("typed", ["inspect m.npz --include m", "plan m.npz --include=m --to bitmask"])
+def test_the_conversion_after_a_look_at_a_matrix_file_works(here: Path, typed: str) -> None:
+    answer = command(*hint_of(command(*typed.split()).err))
+    assert answer.code == 0, answer.err
+
+
 @pytest.mark.parametrize(
     ("typed", "path", "tensor"),
     [

@@ -107,6 +107,18 @@ def test_the_next_command_asks_the_same(model: Path) -> None:
     assert "hint" not in command("recommend", model, "--b-layout", "strided").err  # no target is for it
 
 
+def test_the_conversion_after_a_plan_chooses_for_the_same_device(model: Path, tmp_path: Path) -> None:
+    """--device of plan is the device that multiplies, that of convert the one that converts."""
+    for given in (["--device", "cpu"], ["--device=cpu"]):
+        answer = command("plan", model, "--to", "fastest", "-n", "8", *given)
+        hint = shlex.split(next(line for line in answer.err.splitlines() if line.startswith("hint: spformat convert")))
+        planned = json.loads(command("plan", model, "--to", "fastest", "-n", "8", *given, "--json").out)["tensors"]
+        hint[4] = str(tmp_path / "out.safetensors")
+        converted = json.loads(command(*hint[2:], "--force", "--json").out)["tensors"]
+        assert {t["name"]: t["target"] for t in converted} == {t["name"]: t["target"] for t in planned}
+        assert "cpu" in " ".join(hint)
+
+
 def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     import scipy.sparse as sp
 
