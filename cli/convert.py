@@ -157,7 +157,8 @@ def run(
     if is_matrix(dst):
         _refuse(ctx, (*_OF_FOLDERS, "seed", "dtype"), f"checkpoints, and {dst} is a matrix file")
         _refuse_same(src, dst, dry_run)
-        with staged(src, "") as here:
+        to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
+        with staged(src, "") as here, using(sort=sort):
             name, x = _only_matrix(here.source, dst, include, exclude)
             _matrix(src, name, x, dst, to, values, force, dry_run, as_json)
         return
@@ -319,11 +320,11 @@ def _matrix(
             f"a matrix becomes one file: expected DST to end in .safetensors, .npz, .mtx or .smtx, got {dst!r}"
         )
     try:
+        target = resolved(to, a) if is_fastest(to) else to
         if is_matrix(dst):
-            target = target_of(dst, to)
+            target = target_of(dst, target)
         else:
-            target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
-            target = resolved(to, a) if is_fastest(to) else target
+            target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else target
         converted = convert(a, target)
     except (LimitError, StructureError) as e:
         raise e.at(path=src, tensor=name) from None

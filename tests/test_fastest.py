@@ -134,6 +134,20 @@ def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     assert packed.code == 0, packed.err
 
 
+def test_a_matrix_file_as_output(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    chosen = ("--include", "layers.0.up.weight")
+    done = command("convert", model, out, *chosen, "--to", "fastest", "-n", "32")
+    assert (done.code, "a .npz file holds csr, csc, coo or bsr, not two-four" in done.err) == (2, True), done.err
+    for option in (["-n", "32"], ["--gpu", "A100"], ["--device", "A100"]):
+        refused = command("convert", model, out, *chosen, "--to", "csr", *option)
+        assert (refused.code, out.exists()) == (2, False), option
+    sf.save(tmp_path / "g.safetensors", {"g": power_law(3000, 9000)})
+    done = command("convert", tmp_path / "g.safetensors", out, "--to", "fastest", "-n", "32")
+    assert done.code == 0, done.err
+    assert sf.open(out)["out"] == power_law(3000, 9000)
+
+
 def whole(text: str) -> str:
     """A format text with all its params."""
     fmt, params = parse_spec(text)
