@@ -104,7 +104,13 @@ def test_the_next_command_asks_the_same(model: Path) -> None:
     explained = command("explain", model, "-n", "8", "--b-layout", "col", "--include", "*.up.*", "--gpu", "H100")
     asked_again = "-n 8 --device H100 --b-layout col --include '*.up.*'"
     assert f"hint: spformat recommend {model} {asked_again}\n" in explained.err
-    assert "hint" not in command("recommend", model, "--b-layout", "strided").err  # no target is for it
+    for asked, asked_again in (
+        ("--gpu sm_80 --max-workspace 0", "--device sm_80 --max-workspace 0"), ("--gpu cpu", "--device cpu"),
+    ):  # fmt: skip
+        explained = command("explain", model, "-n", "8", *asked.split())
+        assert f"hint: spformat recommend {model} -n 8 {asked_again}\n" in explained.err
+    for option in (["--b-layout", "strided"], ["--dtype", "float16"], ["--max-workspace", "0"]):
+        assert "hint" not in command("recommend", model, *option).err, option  # no target is for it
 
 
 def test_the_conversion_after_a_plan_chooses_for_the_same_device(model: Path, tmp_path: Path) -> None:
