@@ -312,7 +312,7 @@ def _matrix(
     from spformat.checkpoint.tensor_plans import TensorOutcome, counted
     from spformat.errors import LimitError, StructureError, UsageError
     from spformat.formats.convert import convert
-    from spformat.interop.matrix_output import target_of, write_matrix
+    from spformat.interop.matrix_output import check_matrix, target_of, write_matrix
     from spformat.preprocess.structure import count_nonzeros
 
     if not is_matrix(dst) and not dst.endswith(".safetensors"):
@@ -329,7 +329,8 @@ def _matrix(
     except (LimitError, StructureError) as e:
         raise e.at(path=src, tensor=name) from None
     if dry_run:
-        pass
+        if is_matrix(dst):
+            check_matrix(dst, converted, pattern_only=values == "ones")
     elif is_matrix(dst):
         dtype = write_matrix(dst, converted, target, pattern_only=values == "ones", overwrite=force)
         if dtype not in (converted.dtype.name, "pattern"):

@@ -48,6 +48,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize("typed", ["m.safetensors m.smtx", "m.npz m2.smtx", "m.npz m2.npz --to bsr:48x48"])
+def test_a_dry_run_refuses_what_a_matrix_file_cannot_hold(here: Path, typed: str) -> None:
+    sf.save_dense(here / "m.safetensors", {"w": np.full((64, 64), 2, np.float32)}, overwrite=True)
+    sp.save_npz(here / "m.npz", 2 * sp.eye_array(64, format="csr"))
+    dry, done = (command("convert", *typed.split(), *flags) for flags in (["--dry-run"], []))
+    assert dry == done
+    assert done.code == 2
+
+
 @pytest.mark.parametrize("typed", ["inspect m.npz --include m", "plan m.npz --include=m --to bitmask"])
 def test_the_conversion_after_a_look_at_a_matrix_file_works(here: Path, typed: str) -> None:
     answer = command(*hint_of(command(*typed.split()).err))
