@@ -176,7 +176,7 @@ def run(
     }
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
-            outcomes = plan.foresee(here.source, chosen, as_json)
+            outcomes = plan.foresee(here.source, chosen, as_json, layout)
             plan.show(outcomes, as_json, long, console(), dry_run=True)
             raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
         paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
