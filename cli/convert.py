@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import completion, gpus, plan
-from .hints import again
+from .hints import again, hint
 from .inspect import structure_of
 from .options import (
     ColumnsOfFastest,
@@ -282,6 +283,8 @@ def _checkpoint(
             warnings().print(f"done again: {text}", style="yellow")
         part = f"part {options['part']}: " if options["part"] else ""
         notes().print(f"{shown}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
+        if part and options["layout"] != "neutral":  # a part writes neither index nor config
+            hint(shlex.join(["spformat", "merge", shown, "--layout", options["layout"]]))
 
 
 def _only_matrix(src: str, dst: str, include: list[str] | None, exclude: list[str] | None) -> tuple[str, Any]:

@@ -84,6 +84,14 @@ def test_resume_finds_the_finished_layout(source: Path, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out", "csr", resume=True)
 
 
+def test_a_part_says_which_command_writes_the_layout(source: Path, tmp_path: Path) -> None:
+    asked = ["convert", source, tmp_path / "my parts", "--to", "csr", "--layout", "transformers", "--part"]
+    said = [command(*asked, part).err for part in ("1/2", "2/2")]
+    assert all(f"hint: spformat merge '{tmp_path}/my parts' --layout transformers\n" in err for err in said)
+    assert command("merge", tmp_path / "my parts", "--layout", "transformers").code == 0
+    assert read(tmp_path / "my parts") == CONFIG | METHOD
+
+
 def test_parts_are_merged_into_the_layout(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "whole", "csr", layout="transformers")
     for part in ("1/2", "2/2"):
