@@ -78,7 +78,7 @@ def run(
         return
     _print(rows, long)
     stated_by_target = b_layout in ("row", "col") and not dtype and not max_workspace
-    if stated_by_target and any(r[0].format != "dense" for _, r in rows):
+    if stated_by_target and any(r[0].format != "dense" and r[0].total_us is not None for _, r in rows):
         columns = ",".join(map(str, widths))
         stated = {"objective": objective, "b_layout": b_layout}
         usual = {"objective": "time", "b_layout": "row"}

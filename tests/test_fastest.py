@@ -160,6 +160,20 @@ def whole(text: str) -> str:
     return spec_text(fmt, fmt.resolve_params(params))
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (2, 64, 64)])
+@pytest.mark.parametrize("objective", ["time", "bytes", "resident"])
+def test_what_no_kernel_multiplies_is_refused(tmp_path: Path, shape: tuple[int, ...], objective: str) -> None:
+    x = np.zeros(shape, value_type("float8_e4m3fn").numpy)
+    x[..., 3] = 1
+    sf.save_dense(tmp_path / "m.safetensors", {"w": x})
+    asked = ["--to", "keep", "--rule", f"w=fastest:objective={objective}"]
+    for verb in (["plan"], ["convert", tmp_path / "out"]):
+        answer = command(verb[0], tmp_path / "m.safetensors", *verb[1:], *asked)
+        assert (answer.code, "no kernel takes products" in answer.out + answer.err) == (3, True), verb
+    answer = command("recommend", tmp_path / "m.safetensors", "--objective", objective)
+    assert (answer.code, "hint" in answer.err) == (0, False)  # the plan would be refused
+
+
 def test_the_matrices_of_a_stack_get_the_format_with_the_least_sum(tmp_path: Path) -> None:
     x = normal(128, 256)
     pruned = masks.apply(x, masks.magnitude_nm(x, 2, 4))
