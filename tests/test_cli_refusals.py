@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,15 @@ def test_what_is_read_as_a_whole_is_refused_with_the_name_of_the_file(beyond: np
     r = command("convert", "large.safetensors", "out", "--to", to, "--max-memory", "2MB")
     assert r.code == 78
     assert f"large.safetensors: w: {to} is converted as a whole, not in row chunks" in r.err
+
+
+@pytest.mark.parametrize("shape", [(512, 512), (2, 512, 512)])
+def test_a_type_that_the_target_does_not_take_is_named_whatever_the_budget(here: Path, shape: tuple[int, ...]) -> None:
+    sf.save_dense(here / "wide.safetensors", {"w": np.zeros(shape)})
+    for flags in ([], ["--max-memory", "1MB"]):
+        r = command("convert", "wide.safetensors", "out", "--to", "keep", "--rule", "w=two-four", *flags)
+        assert r.code == 3, r.err
+        assert re.search(r"wide\.safetensors: tensor 'w(\.0)?': two-four: values of dtype float64", r.err)
 
 
 @pytest.mark.parametrize(

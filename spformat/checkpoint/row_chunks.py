@@ -163,8 +163,10 @@ def plan_chunks(plan: TensorPlan, recipe: Recipe) -> ChunkPlan | None:
         return None
     fmt, given = parse_spec(plan.target)
     params = fmt.resolve_params(given)
-    if r.dtype not in fmt.value_dtypes:
-        return None
+    try:
+        fmt.accepts(value_type(r.dtype).numpy)
+    except StructureError as e:
+        raise e.at(tensor=plan.name) from None
     layout = fmt.row_chunks(params) if fmt.has_all_params(params) else None
     if layout is None:
         what = f"{plan.name}: {fmt.name} is converted as a whole, not in row chunks: dense array of shape {plan.shape}"
