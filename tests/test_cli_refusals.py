@@ -144,6 +144,7 @@ def test_a_type_that_the_target_does_not_take_is_named_whatever_the_budget(here:
         r = command("convert", "wide.safetensors", "out", "--to", "keep", "--rule", "w=two-four", *flags)
         assert r.code == 3, r.err
         assert re.search(r"wide\.safetensors: tensor 'w(\.0)?': two-four: values of dtype float64", r.err)
+        assert ("hint: " in r.err) == (not flags)  # --misfit keep would read the matrix, which is beyond the budget
 
 
 @pytest.mark.parametrize(
