@@ -153,6 +153,7 @@ def test_a_type_that_the_target_does_not_take_is_named_whatever_the_budget(here:
         (["--to", "auto"], "--prune magnitude to auto needs --sparsity"),
         (["--to", "fastest", "-n", "16"], "--prune magnitude to fastest needs --sparsity"),
         (["--to", "keep", "--rule", "w=auto"], "--prune magnitude to auto needs --sparsity"),
+        (["--to", "bsr:32x32+csr"], "--prune magnitude to bsr:32x32+csr needs --sparsity"),
         (["--to", "keep"], "every tensor is kept, and so none is pruned"),
         (["--to", "keep", "--sparsity", "0.5"], "every tensor is kept, and so none is pruned"),
     ],
