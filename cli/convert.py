@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import completion, gpus, plan
-from .hints import again
+from .hints import again, hint
 from .inspect import structure_of
 from .options import (
     ColumnsOfFastest,
@@ -157,7 +158,8 @@ def run(
     if is_matrix(dst):
         _refuse(ctx, (*_OF_FOLDERS, "seed", "dtype"), f"checkpoints, and {dst} is a matrix file")
         _refuse_same(src, dst, dry_run)
-        with staged(src, "") as here:
+        to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
+        with staged(src, "") as here, using(sort=sort):
             name, x = _only_matrix(here.source, dst, include, exclude)
             _matrix(src, name, x, dst, to, values, force, dry_run, as_json)
         return
@@ -175,7 +177,7 @@ def run(
     }
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
-            outcomes = plan.foresee(here.source, chosen, as_json)
+            outcomes = plan.foresee(here.source, chosen, as_json, layout)
             plan.show(outcomes, as_json, long, console(), dry_run=True)
             raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
         paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
@@ -281,6 +283,8 @@ def _checkpoint(
             warnings().print(f"done again: {text}", style="yellow")
         part = f"part {options['part']}: " if options["part"] else ""
         notes().print(f"{shown}: {part}{len(report.shards)} file(s) in {seconds:.1f} s{rate}{again}", style="green")
+        if part and options["layout"] != "neutral":  # a part writes neither index nor config
+            hint(shlex.join(["spformat", "merge", shown, "--layout", options["layout"]]))
 
 
 def _only_matrix(src: str, dst: str, include: list[str] | None, exclude: list[str] | None) -> tuple[str, Any]:
@@ -311,7 +315,7 @@ def _matrix(
     from spformat.checkpoint.tensor_plans import TensorOutcome, counted
     from spformat.errors import LimitError, StructureError, UsageError
     from spformat.formats.convert import convert
-    from spformat.interop.matrix_output import target_of, write_matrix
+    from spformat.interop.matrix_output import check_matrix, target_of, write_matrix
     from spformat.preprocess.structure import count_nonzeros
 
     if not is_matrix(dst) and not dst.endswith(".safetensors"):
@@ -319,16 +323,17 @@ def _matrix(
             f"a matrix becomes one file: expected DST to end in .safetensors, .npz, .mtx or .smtx, got {dst!r}"
         )
     try:
+        target = resolved(to, a) if is_fastest(to) else to
         if is_matrix(dst):
-            target = target_of(dst, to)
+            target = target_of(dst, target)
         else:
-            target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else to
-            target = resolved(to, a) if is_fastest(to) else target
+            target = structure_of(a, src).smallest() if to == "auto" else a.name if to == "keep" else target
         converted = convert(a, target)
     except (LimitError, StructureError) as e:
         raise e.at(path=src, tensor=name) from None
     if dry_run:
-        pass
+        if is_matrix(dst):
+            check_matrix(dst, converted, pattern_only=values == "ones")
     elif is_matrix(dst):
         dtype = write_matrix(dst, converted, target, pattern_only=values == "ones", overwrite=force)
         if dtype not in (converted.dtype.name, "pattern"):

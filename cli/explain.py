@@ -103,7 +103,8 @@ def run(
     _print(out, long)
     if any(e.problem.operands[0].format == "dense" for _, e, _ in out):
         words = ["spformat", "recommend", typed(src), "-n", ",".join(map(str, widths))]
-        words += ["--device", board] if board else []
+        words += ["--device", gpu] if gpu else []
+        words += ["--max-workspace", max_workspace] if max_workspace else []
         words += ["--b-layout", b_layout] if b_layout != "row" else []
         hint(shlex.join([*words, *words_of(include)]))
     if left_out and sm is None:

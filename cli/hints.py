@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from .output import notes
 from .pipe import typed
 
 _NOT_OF_CONVERT = {"--fail-if-larger", "--json", "--dry-run"}
+_OF_CHECKPOINTS = ("--include", "--device")
+"""Options of inspect that convert refuses beside a file with one matrix."""
 
 
 def hint(command: str) -> None:
@@ -52,16 +55,28 @@ def takes_misfit() -> bool:
 
 def conversion_of(src: str) -> str:
     """The command that converts ``src`` with the options that were typed, into a name beside it; --to auto without."""
-    words = [w for w in sys.argv[2:] if w not in _NOT_OF_CONVERT and not w.startswith("--plot=")]
-    while "--plot" in words:
-        at = words.index("--plot")
-        del words[at : at + 2]
+    from spformat.checkpoint.matrix_file import is_matrix
+
+    words = [w for w in sys.argv[2:] if w not in _NOT_OF_CONVERT]
+    if sys.argv[1] == "plan":  # where products will run; --device of convert is where matrices are converted
+        words = [re.sub(r"^--device(?==|$)", "--gpu", w) for w in words]
+    for flag in ("--plot", *(_OF_CHECKPOINTS if is_matrix(src) else ())):
+        words = _without(flag, words)
     source = typed(src)
     if source in words:
         words.remove(source)
     if not was_given("--to"):
         words += ["--to", "auto"]
     return shlex.join(["spformat", "convert", source, _beside(src), *words])
+
+
+def _without(flag: str, words: Sequence[str]) -> list[str]:
+    """``words`` without an option that has a value."""
+    kept = [w for w in words if not w.startswith(f"{flag}=")]
+    while flag in kept:
+        at = kept.index(flag)
+        del kept[at : at + 2]
+    return kept
 
 
 def _beside(src: str) -> str:

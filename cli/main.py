@@ -201,7 +201,7 @@ def _report_misfit(error: SpformatError) -> None:
     remedy, others = remedies([text]).removeprefix(". "), ""
     if "--nonfinite keep" in text:  # a refusal to prune
         hint(again("--nonfinite", "keep"))
-    elif "rows" in error.fields:  # of a matrix beyond the memory budget, which --misfit would read
+    elif error.fields.keys() & {"rows", "beyond_budget"}:  # a matrix beyond the budget, which --misfit would read
         others = "--exclude leaves this tensor as it is; --misfit needs a --max-memory that holds it"
     elif takes_misfit():
         # Most often an embedding does not fit, so pruning comes last.

@@ -87,7 +87,10 @@ def parse_bytes(text: str) -> int:
     number = text.strip().rstrip("KMGTIBkmgtib")
     unit = text.strip()[len(number) :].upper()
     try:
-        return int(float(number) * _UNITS[unit])
+        size = float(number) * _UNITS[unit]
+        if size < 0:
+            raise ValueError(text)
+        return int(size)
     except (ValueError, KeyError, OverflowError):  # OverflowError: infinity
         raise typer.BadParameter(f"expected a size like 8GiB or 500MB, got {text!r}") from None
 

@@ -79,14 +79,14 @@ def advise(src: str, outcomes: Any, as_json: bool) -> None:
         hint(conversion_of(src))
 
 
-def foresee(src: str, chosen: Any, silent: bool) -> Any:
+def foresee(src: str, chosen: Any, silent: bool, layout: str = "neutral") -> Any:
     """The outcomes that a conversion would have."""
     from spformat.checkpoint.foresee import foresee_checkpoint
     from spformat.checkpoint.source import open_source
 
     total = sum(size for _, _, size in open_source(src).records.values())
     with progress(total, "read", silent) as step:
-        return foresee_checkpoint(src, chosen, progress=lambda o: step(o.name, o.bytes_in))
+        return foresee_checkpoint(src, chosen, lambda o: step(o.name, o.bytes_in), layout=layout)
 
 
 def show_report(report: Any, as_json: bool, long: bool, path: str, **extra: Any) -> None:

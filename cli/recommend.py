@@ -77,7 +77,8 @@ def run(
         print_json({"path": typed(src), "tensors": [{"name": name} | r.to_json() for name, r in rows]})
         return
     _print(rows, long)
-    if b_layout in ("row", "col") and any(r[0].format != "dense" for _, r in rows):  # layouts that a target may name
+    stated_by_target = b_layout in ("row", "col") and not dtype and not max_workspace
+    if stated_by_target and any(r[0].format != "dense" and r[0].total_us is not None for _, r in rows):
         columns = ",".join(map(str, widths))
         stated = {"objective": objective, "b_layout": b_layout}
         usual = {"objective": "time", "b_layout": "row"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sf.save_dense(tmp_path / "m.safetensors", {"w": x})
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("typed", ["m.safetensors m.smtx", "m.npz m2.smtx", "m.npz m2.npz --to bsr:48x48"])
+def test_a_dry_run_refuses_what_a_matrix_file_cannot_hold(here: Path, typed: str) -> None:
+    sf.save_dense(here / "m.safetensors", {"w": np.full((64, 64), 2, np.float32)}, overwrite=True)
+    sp.save_npz(here / "m.npz", 2 * sp.eye_array(64, format="csr"))
+    dry, done = (command("convert", *typed.split(), *flags) for flags in (["--dry-run"], []))
+    assert dry == done
+    assert done.code == 2
+
+
+@pytest.mark.parametrize("typed", ["inspect m.npz --include m", "plan m.npz --include=m --to bitmask"])
+def test_the_conversion_after_a_look_at_a_matrix_file_works(here: Path, typed: str) -> None:
+    answer = command(*hint_of(command(*typed.split()).err))
+    assert answer.code == 0, answer.err
 
 
 @pytest.mark.parametrize(
@@ -121,12 +137,23 @@ def test_what_is_read_as_a_whole_is_refused_with_the_name_of_the_file(beyond: np
     assert f"large.safetensors: w: {to} is converted as a whole, not in row chunks" in r.err
 
 
+@pytest.mark.parametrize("shape", [(512, 512), (2, 512, 512)])
+def test_a_type_that_the_target_does_not_take_is_named_whatever_the_budget(here: Path, shape: tuple[int, ...]) -> None:
+    sf.save_dense(here / "wide.safetensors", {"w": np.zeros(shape)})
+    for flags in ([], ["--max-memory", "1MB"]):
+        r = command("convert", "wide.safetensors", "out", "--to", "keep", "--rule", "w=two-four", *flags)
+        assert r.code == 3, r.err
+        assert re.search(r"wide\.safetensors: tensor 'w(\.0)?': two-four: values of dtype float64", r.err)
+        assert ("hint: " in r.err) == (not flags)  # --misfit keep would read the matrix, which is beyond the budget
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--to", "auto"], "--prune magnitude to auto needs --sparsity"),
         (["--to", "fastest", "-n", "16"], "--prune magnitude to fastest needs --sparsity"),
         (["--to", "keep", "--rule", "w=auto"], "--prune magnitude to auto needs --sparsity"),
+        (["--to", "bsr:32x32+csr"], "--prune magnitude to bsr:32x32+csr needs --sparsity"),
         (["--to", "keep"], "every tensor is kept, and so none is pruned"),
         (["--to", "keep", "--sparsity", "0.5"], "every tensor is kept, and so none is pruned"),
     ],

@@ -104,7 +104,25 @@ def test_the_next_command_asks_the_same(model: Path) -> None:
     explained = command("explain", model, "-n", "8", "--b-layout", "col", "--include", "*.up.*", "--gpu", "H100")
     asked_again = "-n 8 --device H100 --b-layout col --include '*.up.*'"
     assert f"hint: spformat recommend {model} {asked_again}\n" in explained.err
-    assert "hint" not in command("recommend", model, "--b-layout", "strided").err  # no target is for it
+    for asked, asked_again in (
+        ("--gpu sm_80 --max-workspace 0", "--device sm_80 --max-workspace 0"), ("--gpu cpu", "--device cpu"),
+    ):  # fmt: skip
+        explained = command("explain", model, "-n", "8", *asked.split())
+        assert f"hint: spformat recommend {model} -n 8 {asked_again}\n" in explained.err
+    for option in (["--b-layout", "strided"], ["--dtype", "float16"], ["--max-workspace", "0"]):
+        assert "hint" not in command("recommend", model, *option).err, option  # no target is for it
+
+
+def test_the_conversion_after_a_plan_chooses_for_the_same_device(model: Path, tmp_path: Path) -> None:
+    """--device of plan is the device that multiplies, that of convert the one that converts."""
+    for given in (["--device", "cpu"], ["--device=cpu"]):
+        answer = command("plan", model, "--to", "fastest", "-n", "8", *given)
+        hint = shlex.split(next(line for line in answer.err.splitlines() if line.startswith("hint: spformat convert")))
+        planned = json.loads(command("plan", model, "--to", "fastest", "-n", "8", *given, "--json").out)["tensors"]
+        hint[4] = str(tmp_path / "out.safetensors")
+        converted = json.loads(command(*hint[2:], "--force", "--json").out)["tensors"]
+        assert {t["name"]: t["target"] for t in converted} == {t["name"]: t["target"] for t in planned}
+        assert "cpu" in " ".join(hint)
 
 
 def test_a_graph_file_as_typed(tmp_path: Path) -> None:
@@ -122,10 +140,38 @@ def test_a_graph_file_as_typed(tmp_path: Path) -> None:
     assert packed.code == 0, packed.err
 
 
+def test_a_matrix_file_as_output(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.npz"
+    chosen = ("--include", "layers.0.up.weight")
+    done = command("convert", model, out, *chosen, "--to", "fastest", "-n", "32")
+    assert (done.code, "a .npz file holds csr, csc, coo or bsr, not two-four" in done.err) == (2, True), done.err
+    for option in (["-n", "32"], ["--gpu", "A100"], ["--device", "A100"]):
+        refused = command("convert", model, out, *chosen, "--to", "csr", *option)
+        assert (refused.code, out.exists()) == (2, False), option
+    sf.save(tmp_path / "g.safetensors", {"g": power_law(3000, 9000)})
+    done = command("convert", tmp_path / "g.safetensors", out, "--to", "fastest", "-n", "32")
+    assert done.code == 0, done.err
+    assert sf.open(out)["out"] == power_law(3000, 9000)
+
+
 def whole(text: str) -> str:
     """A format text with all its params."""
     fmt, params = parse_spec(text)
     return spec_text(fmt, fmt.resolve_params(params))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (2, 64, 64)])
+@pytest.mark.parametrize("objective", ["time", "bytes", "resident"])
+def test_what_no_kernel_multiplies_is_refused(tmp_path: Path, shape: tuple[int, ...], objective: str) -> None:
+    x = np.zeros(shape, value_type("float8_e4m3fn").numpy)
+    x[..., 3] = 1
+    sf.save_dense(tmp_path / "m.safetensors", {"w": x})
+    asked = ["--to", "keep", "--rule", f"w=fastest:objective={objective}"]
+    for verb in (["plan"], ["convert", tmp_path / "out"]):
+        answer = command(verb[0], tmp_path / "m.safetensors", *verb[1:], *asked)
+        assert (answer.code, "no kernel takes products" in answer.out + answer.err) == (3, True), verb
+    answer = command("recommend", tmp_path / "m.safetensors", "--objective", objective)
+    assert (answer.code, "hint" in answer.err) == (0, False)  # the plan would be refused
 
 
 def test_the_matrices_of_a_stack_get_the_format_with_the_least_sum(tmp_path: Path) -> None:

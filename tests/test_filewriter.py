@@ -29,7 +29,7 @@ def test_streaming_in_panels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"w": [1, 2]}, "list; use convert"), ({"w": np.zeros(2, "O")}, "cannot be stored"),
+        ({"w": [1, 2]}, "list; use convert"), ({"w": np.zeros(2, "O")}, "tensor 'w': dtype object cannot be stored"),
         ({3: np.zeros(2)}, "name"), ({"w": make(CSR), "w.data": np.zeros(2)}, "distinct names"),
         ({"a\0": np.zeros(2)}, "NUL"), ({"\ud800": np.zeros(2)}, "surrogate"),
     ],

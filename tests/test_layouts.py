@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogue import command
 
 import spformat as sf
 from spformat.checkpoint import convert_checkpoint, merge_parts
@@ -83,6 +84,14 @@ def test_resume_finds_the_finished_layout(source: Path, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "out", "csr", resume=True)
 
 
+def test_a_part_says_which_command_writes_the_layout(source: Path, tmp_path: Path) -> None:
+    asked = ["convert", source, tmp_path / "my parts", "--to", "csr", "--layout", "transformers", "--part"]
+    said = [command(*asked, part).err for part in ("1/2", "2/2")]
+    assert all(f"hint: spformat merge '{tmp_path}/my parts' --layout transformers\n" in err for err in said)
+    assert command("merge", tmp_path / "my parts", "--layout", "transformers").code == 0
+    assert read(tmp_path / "my parts") == CONFIG | METHOD
+
+
 def test_parts_are_merged_into_the_layout(source: Path, tmp_path: Path) -> None:
     convert_checkpoint(source, tmp_path / "whole", "csr", layout="transformers")
     for part in ("1/2", "2/2"):
@@ -112,6 +121,19 @@ def test_refusals(
     with pytest.raises(error, match=text):
         convert_checkpoint(source, tmp_path / "out", to, layout=layout)
     assert not list(tmp_path.glob("out/*.safetensors"))
+    done, dry = (
+        command("convert", source, tmp_path / "out", "--to", to, "--layout", layout, *flags)
+        for flags in ([], ["--dry-run"])
+    )
+    assert (dry.code, dry.err) == (done.code, done.err)
+
+
+def test_a_dry_run_refuses_stacks_as_the_conversion_does(source: Path, tmp_path: Path) -> None:
+    sf.save_dense(source / "model-00001-of-00002.safetensors", {"a.0.w": np.ones((2, 8, 8))}, overwrite=True)
+    asked = ["convert", source, tmp_path / "out", "--to", "csr", "--rule", "a.0.w=csr", "--layout", "transformers"]
+    done, dry = command(*asked), command(*asked, "--dry-run")
+    assert (dry.code, dry.err) == (done.code, done.err)
+    assert "--exclude 'a.*.w'" in dry.err
 
 
 def test_its_own_folder_is_not_the_target(source: Path, tmp_path: Path) -> None:

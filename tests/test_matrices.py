@@ -255,6 +255,16 @@ def test_mtx_values_of_no_element(tmp_path: Path, sizes: str) -> None:  # SciPy 
     assert read_matrix(write(tmp_path / "b.mtx", head + "\n")).shape == tuple(map(int, sizes.split()))
 
 
+@pytest.mark.parametrize(("symmetry", "mirrored"), [("symmetric", 1), ("skew-symmetric", -1)])
+def test_mtx_patterns_are_mirrored_with_the_sign_of_their_symmetry(
+    tmp_path: Path, symmetry: str, mirrored: int
+) -> None:
+    path = write(tmp_path / "a.mtx", f"%%MatrixMarket matrix coordinate pattern {symmetry}\n3 3 1\n3 1\n")
+    a = read_matrix(path)
+    assert a.dtype == np.float32
+    assert a.to_dense().tolist() == [[0, 0, mirrored], [0, 0, 0], [1, 0, 0]]
+
+
 @pytest.mark.parametrize("symmetry", ["symmetric", "skew-symmetric"])
 @pytest.mark.parametrize("head", ["array real {} \n2 5\n", "coordinate integer {} \n2 5 1\n"])
 def test_mtx_symmetry_is_of_square_matrices(tmp_path: Path, symmetry: str, head: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from catalogue import command
 
 import spformat as sf
 from spformat import limits
@@ -364,3 +365,25 @@ def test_a_limit_is_a_number(value: Any) -> None:
         assert sf.convert(W, "csr").nnz == 4
     with limits.using(memory=0), pytest.raises(sf.errors.LimitError, match="0 allowed"):
         sf.convert(W, "csr").to_dense()
+
+
+@pytest.mark.parametrize("wrong", [-1, "64MB", None, float("nan")], ids=repr)
+def test_a_workspace_is_a_number_of_bytes(wrong: Any) -> None:
+    a = sf.convert(np.eye(8, dtype=np.float32), "csr")
+    for call in (
+        lambda: sf.plan(a, n=4, workspace=wrong),
+        lambda: sf.plan(a, B=np.ones((8, 2), np.float32), workspace=wrong),
+        lambda: sf.recommend(a, n=[4], workspace=wrong),
+    ):
+        with pytest.raises(sf.errors.UsageError, match=r"workspace: expected a number of bytes >= 0, got "):
+            call()
+    for most in (0, 1e9, float("inf"), np.int64(5)):
+        assert sf.plan(a, n=4, workspace=most)
+
+
+def test_sizes_of_the_command_are_not_negative(tmp_path: Path) -> None:
+    sf.save(tmp_path / "w.safetensors", {"w": sf.convert(W, "csr")})
+    for verb, option in (("explain", "--max-workspace"), ("recommend", "--max-workspace"), ("inspect", "--max-memory")):
+        for wrong in ("-1", "-2GiB"):
+            answer = command(verb, tmp_path / "w.safetensors", f"{option}={wrong}")
+            assert (answer.code, f"expected a size like 8GiB or 500MB, got '{wrong}'" in answer.err) == (2, True)

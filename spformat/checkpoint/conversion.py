@@ -7,10 +7,10 @@ import shlex
 from dataclasses import asdict, dataclass
 
 from .. import limits
-from ..errors import UsageError
+from ..errors import InputError, UsageError
 from ..formats.stack import Stack
 from ..storage.locks import Token
-from .layouts import NEUTRAL, PACKED_INDEX, TRANSFORMERS
+from .layouts import CONFIG, NEUTRAL, PACKED_INDEX, TRANSFORMERS
 from .manifest import MANIFEST, VERSION, digest
 from .parts import FilePlan, FileTask, narrowed, split
 from .recipe import Recipe, writes_dense
@@ -42,6 +42,14 @@ class Conversion:
                 f"a stack of sparse matrices; keep them dense with --exclude {pattern}",
                 tensor=stack.name,
             )
+
+    def check_config(self) -> None:
+        """InputError or UsageError for a config.json that the layout cannot be written for."""
+        if self.layout == TRANSFORMERS and CONFIG not in self.source.side_files:
+            message = f"--layout transformers needs the {CONFIG} of the model beside its shards"
+            raise InputError(message, path=self.source.path)
+        if self.layout == TRANSFORMERS:
+            self.source.config(self.layout)  # raises the error for a config that cannot be changed
 
     @property
     def dense(self) -> bool:

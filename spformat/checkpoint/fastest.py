@@ -6,7 +6,6 @@ recipe holds this text, and a manifest the format that it led to.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -100,10 +99,10 @@ def resolved(target: str, x: Any) -> str:
 
     StructureError where no kernel takes a product with any format of it.
     """
-    best = Fastest.parse(target).recommend(x)[0]
-    if best.total_us is None:
+    best = next((r.format for r in Fastest.parse(target).recommend(x) if r.total_us is not None), None)
+    if best is None:
         raise no_kernel(target, structure_of(x).dtype)
-    return best.format
+    return best
 
 
 def no_kernel(target: str, dtype: str) -> StructureError:
@@ -119,10 +118,9 @@ def resolved_for_all(target: str, structures: Iterable[Structure]) -> str | None
     wanted = Fastest.parse(target)
     sums: dict[str, float] = {}
     for i, s in enumerate(structures):
-        values = {r.format: r.value(wanted.objective) for r in wanted.recommend(s)}
+        values = {r.format: r.value(wanted.objective) for r in wanted.recommend(s) if r.total_us is not None}
         sums = {text: sums.get(text, 0.0) + v for text, v in values.items() if i == 0 or text in sums}
-    best = min(sums, key=sums.__getitem__)
-    return None if math.isinf(sums[best]) else best
+    return min(sums, key=sums.__getitem__, default=None)
 
 
 def matrix_in(f: Any, r: Record) -> Any:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import __name__ as package
-from ..errors import InputError, OutputError, printable
+from ..errors import OutputError, printable
 from ..formats import parse_spec
 from ..formats.stack import Stack
 from ..limits import product
@@ -38,10 +38,7 @@ def prepare(c: Conversion) -> None:
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))
-    if c.layout == TRANSFORMERS and CONFIG not in c.source.side_files:
-        raise InputError(f"--layout transformers needs the {CONFIG} of the model beside its shards", path=c.source.path)
-    if c.layout == TRANSFORMERS:
-        c.source.config(c.layout)  # raises the error for a config that cannot be changed
+    c.check_config()
 
 
 def refuse_nested(source: Source, target: str) -> None:

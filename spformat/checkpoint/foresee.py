@@ -11,7 +11,9 @@ from ..errors import LimitError, StructureError, UsageError
 from ..limits import product
 from ..storage.files import Path
 from ..storage.tensorfile import TensorFile
+from .conversion import Conversion
 from .entry_names import check_entries
+from .layouts import NEUTRAL, check_layout
 from .recipe import ERROR, KEEP, Recipe, needs_counts, writes_dense
 from .shard_input import Progress, read
 from .source import open_source
@@ -19,15 +21,19 @@ from .stacks import StackedFile, expanded, is_stack, matrices_of, resolved, stac
 from .tensor_plans import TensorOutcome, TensorPlan, dense_of, foresee, kept, loss, plan_tensors, prune
 
 
-def foresee_checkpoint(src: Path, recipe: Recipe, progress: Progress | None = None) -> tuple[TensorOutcome, ...]:
+def foresee_checkpoint(
+    src: Path, recipe: Recipe, progress: Progress | None = None, *, layout: str = NEUTRAL
+) -> tuple[TensorOutcome, ...]:
     """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written.
 
     UsageError where a file of the output would hold two arrays of one name, LimitError where it would hold more arrays,
-    or longer names, than the limits allow.
+    or longer names, than the limits allow; UsageError or InputError where the layout cannot be written.
     """
+    check_layout(layout, writes_dense(recipe))
     source = open_source(src)
     out: list[TensorOutcome] = []
     plans = plan_tensors(source, recipe)
+    Conversion(source, plans, recipe, "", layout=layout).check_config()
     by_shard: dict[str, list[TensorPlan]] = {}
     for plan in () if writes_dense(recipe) else plans:  # names of a dense checkpoint are those of the source
         by_shard.setdefault(os.path.join(source.folder, plan.shard), []).append(plan)

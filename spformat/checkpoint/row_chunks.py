@@ -163,8 +163,12 @@ def plan_chunks(plan: TensorPlan, recipe: Recipe) -> ChunkPlan | None:
         return None
     fmt, given = parse_spec(plan.target)
     params = fmt.resolve_params(given)
-    if r.dtype not in fmt.value_dtypes:
-        return None
+    try:
+        fmt.accepts(value_type(r.dtype).numpy)
+    except StructureError as e:
+        budget = limits.current().memory
+        whole = plan.bytes_in if budget is not None and plan.bytes_in > budget else None  # what --misfit would read
+        raise e.at(tensor=plan.name, beyond_budget=whole) from None
     layout = fmt.row_chunks(params) if fmt.has_all_params(params) else None
     if layout is None:
         what = f"{plan.name}: {fmt.name} is converted as a whole, not in row chunks: dense array of shape {plan.shape}"

@@ -66,7 +66,7 @@ def write_shard(
     with default_stream(device), source.open(shard) as f:
         try:
             return write(ShardTask(f, of_shard, recipe, path, force, progress, device, share))
-        except (LimitError, UsageError) as e:
+        except (LimitError, StructureError, UsageError) as e:
             raise e.at(path=f.path) from None
 
 

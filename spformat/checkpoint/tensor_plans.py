@@ -116,7 +116,7 @@ def prune(x: np.ndarray[Any, Any], target: str, recipe: Recipe) -> np.ndarray[An
     else:
         fmt, given = parse_spec(target)
         pattern = fmt.pattern(fmt.resolve_params(given))
-        _require_sparsity(fmt, pattern, recipe)
+        _require_sparsity(target, pattern, recipe)
         mask = masks.of_pattern(x, pattern, recipe.sparsity or 0.0, nonfinite=recipe.nonfinite)
     return x if mask is None else masks.apply(x, mask)
 
@@ -127,14 +127,14 @@ def prune_into(x: Array, target: str, recipe: Recipe) -> Format:
     fmt, given = parse_spec(target)
     if needs_counts(target):
         return convert(prune(x, target, recipe), fmt, **given)
-    _require_sparsity(fmt, fmt.pattern(fmt.resolve_params(given)), recipe)
+    _require_sparsity(target, fmt.pattern(fmt.resolve_params(given)), recipe)
     return masks.prune(x, fmt, sparsity=recipe.sparsity, nonfinite=recipe.nonfinite, **given)
 
 
-def _require_sparsity(fmt: type[Format], pattern: Pattern, recipe: Recipe) -> None:
+def _require_sparsity(target: str, pattern: Pattern, recipe: Recipe) -> None:
     if recipe.sparsity is None and masks.needs_sparsity(pattern):
         whole = "the share of values (or blocks) to zero"
-        raise UsageError(f"--prune magnitude to {fmt.name} needs --sparsity, {whole}")
+        raise UsageError(f"--prune magnitude to {target} needs --sparsity, {whole}")
 
 
 def loss(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> dict[str, Any]:

@@ -36,7 +36,17 @@ from ..formats.transposed import Transposed
 from ..products import operations
 from ..products.operations.spmm import operand_type, require_like
 from ..products.plan import Plan
-from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, cuda_device_of, result_dtype, scalar
+from ..products.problem import (
+    ROW,
+    WORKSPACE,
+    Operand,
+    Problem,
+    columns,
+    cuda_device_of,
+    most_workspace,
+    result_dtype,
+    scalar,
+)
 from . import composed  # noqa: F401 - its backend registers itself
 from .plans import plan_with
 from .select import Explanation, ask, choose, named
@@ -200,7 +210,7 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
             raise UsageError(f"plan: {array} has a dtype and a layout: expected no {name} beside it; leave one out")
         refuse_sparse("B", B)
         array, result = as_array(B), None if out is None else as_array(out)
-        problem = operations.operation(operation).problem(A, array, result, epilogue, workspace)
+        problem = operations.operation(operation).problem(A, array, result, epilogue, most_workspace(workspace))
         if of_out:
             problem = problem.changed(
                 **of_out | ({"out_dtype": _dtype_name(out_dtype)} if out_dtype is not None else {})

@@ -90,7 +90,7 @@ def _read_mtx(content: bytes) -> CSR:
         raise FormatError(f"mtx: {e}") from e
     if isinstance(m, np.ndarray):
         return CSR.from_dense(_as_values(m, "mtx"))
-    data = np.ones(m.nnz, np.float32) if field == "pattern" else m.data
+    data = m.data.astype(np.float32) if field == "pattern" else m.data  # ones, or -1 for what a skew symmetry mirrors
     return _from_coordinates(m.shape, m.row, m.col, data, "mtx")
 
 

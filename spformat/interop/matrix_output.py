@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..formats import parse_spec
+from ..formats.base import Format
 from ..formats.bsr import BSR
 from ..formats.convert import convert
 from ..formats.csr import CSR
@@ -37,6 +38,17 @@ def target_of(path: files.Path, target: str) -> str:
     return target
 
 
+def check_matrix(path: files.Path, a: Format, *, pattern_only: bool = False) -> None:
+    """UsageError for a matrix, in the format of ``target_of``, that ``write_matrix`` does not write into this file."""
+    suffix = PurePath(path).suffix.lower()
+    if suffix == ".smtx" and not pattern_only and not bool((a.values == 1).all()):
+        message = "a .smtx file holds no values: --values ones (pattern_only=True) writes the pattern alone"
+        raise UsageError(message, path=str(path))
+    if suffix == ".npz" and isinstance(a, BSR) and any(s % b for s, b in zip(a.shape, a.blocksize, strict=True)):
+        message = f"a .npz file holds blocks that tile the matrix; {a.blocksize} does not tile {a.shape}"
+        raise UsageError(message, path=str(path))
+
+
 def write_matrix(
     path: files.Path, x: Any, target: str = "auto", *, pattern_only: bool = False, overwrite: bool = False
 ) -> str:
@@ -51,16 +63,11 @@ def write_matrix(
     """
     suffix = PurePath(path).suffix.lower()
     a = convert(x, target_of(path, target)).to("cpu")
+    check_matrix(path, a, pattern_only=pattern_only)
     if suffix == ".smtx":
         assert isinstance(a, CSR)
-        if not pattern_only and not bool((a.data == 1).all()):
-            message = "a .smtx file holds no values: --values ones (pattern_only=True) writes the pattern alone"
-            raise UsageError(message, path=str(path))
         write_smtx(path, a, overwrite=overwrite)
         return "pattern"
-    if suffix == ".npz" and isinstance(a, BSR) and any(s % b for s, b in zip(a.shape, a.blocksize, strict=True)):
-        message = f"a .npz file holds blocks that tile the matrix; {a.blocksize} does not tile {a.shape}"
-        raise UsageError(message, path=str(path))
     if a.dtype.name not in SCIPY_VALUES:
         a = a.with_arrays(data=a.values.astype(np.float32))
     content = io.BytesIO()

@@ -7,6 +7,7 @@ Kernels, the choice among them and the estimate of their time read these values 
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from operator import index
@@ -51,6 +52,14 @@ def columns(n: Any) -> int:
     if count < 0:
         raise UsageError(f"n: expected a number of columns, got {n!r:.80}", value=n)
     return count
+
+
+def most_workspace(value: Any) -> Any:
+    """``value``, a number of bytes for copies; UsageError for anything else."""
+    is_number = isinstance(value, numbers.Real)
+    if not is_number or not value >= 0:  # so NaN is refused, too
+        raise UsageError(f"workspace: expected a number of bytes >= 0, got {value!r:.80}", value=value)
+    return value
 
 
 def scalar(name: str, value: Any) -> float:
@@ -260,7 +269,8 @@ class Problem:
         a = Operand(format, (M, K), a_dtype, params, nnz, device=device, parts=tuple(p.on(device) for p in parts))
         b = Operand(DENSE, (inner, n), b_dtype, (), inner * n, b_layout, b_alignment, device)
         out = Operand(DENSE, (rows, n), out_dtype, (), rows * n, out_layout, out_alignment, device)
-        return cls(operation, (a, b), out, sm, device_id, epilogue, workspace, row_length, board)
+        most = most_workspace(workspace)
+        return cls(operation, (a, b), out, sm, device_id, epilogue, most, row_length, board)
 
     def changed(self, **changes: Any) -> Self:
         """A product with other values of the properties below (``n=8``, ``out_dtype="float32"``)."""

@@ -11,7 +11,7 @@ import numpy as np
 from .. import limits
 from ..arrays.library import Array, is_cupy, unmasked
 from ..arrays.torch_tensors import is_torch, torch_to_array
-from ..errors import UsageError, printable
+from ..errors import ArrayError, UsageError, printable
 from ..formats.base import Format
 from . import descriptor, stheader, stwriter
 from .descriptor import Record
@@ -31,7 +31,10 @@ def outline(name: str, x: Tensor) -> Record:
         raise UsageError(f"tensor name: '{METADATA}' is taken by the header of the file; rename the tensor")
     if not isinstance(x, Format):
         x = plain_array(name, x)
-        code = stwriter.code_of(x.dtype)
+        try:
+            code = stwriter.code_of(x.dtype)
+        except ArrayError as e:
+            raise e.at(tensor=name) from None
         return Record(name, None, x.shape, x.dtype.newbyteorder("=").name, {"": (code, x.shape)})
     arrays = {path: (stwriter.code_of(a.dtype), a.shape) for path, a in x.all_arrays().items()}
     parts = {part: outline(f"{name}.{part}", p) for part, p in x.parts_by_name().items()}

@@ -47,6 +47,10 @@ def test_A12_A13_sort_repairs_order_and_nothing_else(folder: Path) -> None:
     answer = command("convert", path, folder / "dense.safetensors", "--to", "dense", "--sort")
     assert answer.code == 0, answer.err
     assert np.array_equal(sf.safe_open(folder / "dense.safetensors").array("w"), repaired.to_dense())
+    assert command("convert", path, folder / "m.npz").code == 65
+    answer = command("convert", path, folder / "m.npz", "--sort")
+    assert answer.code == 0, answer.err
+    assert np.array_equal(sf.open(folder / "m.npz")["m"].to_dense(), repaired.to_dense())
     path = small_file(folder, "csr")
     rewrite(path, change("indices", lambda a: np.r_[a[:1], a[:1], a[2:]]))
     answer = command("convert", path, folder / "no.safetensors", "--to", "keep", "--sort")
