@@ -231,6 +231,18 @@ def test_a_sparse_layer_itself_is_not_made_dense_in_its_place() -> None:
         st.densify(layer)
 
 
+@pytest.mark.parametrize("rules", [None, 5, [5], ["re:.*=csr", None]], ids=str)
+def test_what_is_no_rule_is_refused(model: Any, rules: Any) -> None:
+    with pytest.raises(sf.errors.UsageError, match='rules: expected texts "PATTERN=FORMAT" or Rule objects, got '):
+        st.sparsify(model, rules)
+
+
+@pytest.mark.parametrize("sparsity", ["half", "0.5", float("nan"), 1, -0.1])
+def test_what_is_no_share_is_refused(model: Any, sparsity: Any) -> None:
+    with pytest.raises(sf.errors.UsageError, match=r"sparsity: expected a share in \[0, 1\), got "):
+        st.sparsify(model, "re:.*=two-four", prune=True, sparsity=sparsity)
+
+
 def test_rules_without_a_layer_are_refused(model: Any) -> None:
     for rule in ("*.side.weight=csr", "embed.weight=csr", "first.up.bias=csr"):
         with pytest.raises(

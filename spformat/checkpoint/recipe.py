@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import numbers
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -126,8 +127,8 @@ class Recipe:
             matcher(pattern)
         if self.prune not in ("", "magnitude"):
             raise UsageError(f"prune: expected 'magnitude', got {self.prune!r}")
-        if self.sparsity is not None and not 0 <= self.sparsity < 1:
-            raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity}")
+        if self.sparsity is not None and not (isinstance(self.sparsity, numbers.Real) and 0 <= self.sparsity < 1):
+            raise UsageError(f"sparsity: expected a share in [0, 1), got {self.sparsity!r:.80}")
         if self.prune:
             self._require_pruning()
         if self.sparsity is not None and not self.prune:

@@ -30,7 +30,11 @@ def recipe(
     rules: str | Rule | Sequence[str | Rule] = (), to: str = KEEP, prune: bool = False, sparsity: float | None = None
 ) -> Recipe:
     """The recipe of a conversion, whose rules are texts "PATTERN=FORMAT" or ``Rule`` objects."""
-    chosen = [rules] if isinstance(rules, str | Rule) else rules
+    given: Any = rules
+    one = isinstance(given, str | Rule) or not isinstance(given, Iterable)
+    chosen: list[Any] = [given] if one else list(given)
+    if not all(isinstance(rule, str | Rule) for rule in chosen):
+        raise UsageError(f'rules: expected texts "PATTERN=FORMAT" or Rule objects, got {rules!r:.80}')
     parsed = tuple(Rule.parse(rule) if isinstance(rule, str) else rule for rule in chosen)
     return Recipe(to, parsed, prune="magnitude" if prune else "", sparsity=sparsity)
 
