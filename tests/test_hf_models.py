@@ -1,4 +1,4 @@
-"""Hugging Face transformers: packed folders through from_pretrained, generate, save_pretrained; LoRA of PEFT."""
+"""Hugging Face transformers: packed folders through from_pretrained, generate, save_pretrained."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 from hf_installed import hf, torch, transformers
+from hf_llama import ids, llama, load, logits, packed_beside, recipe, sparse_layers
 
 import spformat as sf
 import spformat.torch
-from spformat.checkpoint import Recipe, Rule, convert_checkpoint
+from spformat.checkpoint import convert_checkpoint
 from spformat.checkpoint.layouts import GUARD, PACKED_INDEX
 from spformat.torch import SparseLinear
 
@@ -26,21 +27,6 @@ FORMATS = {
     "two-four": "bfloat16",
 }  # fmt: skip
 """Format -> dtype of the model."""
-PROJECTIONS = "re:proj.weight$"
-
-
-def llama(dtype: str = "float32", **settings: Any) -> Any:
-    """A Llama model with two small layers and random weights."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 128}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
-    config = transformers.LlamaConfig(**sizes | heads | {"tie_word_embeddings": False} | settings)
-    return transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
-
-
-def recipe(target: str = "bitmask", pattern: str = PROJECTIONS) -> Recipe:
-    open_share = target.startswith(("csr", "bitmask", "bsr"))
-    return Recipe("keep", (Rule(pattern, target),), prune="magnitude", sparsity=0.5 if open_share else None)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +38,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(dense: Path) -> Path:
-    convert_checkpoint(dense, dense.parent / "packed", recipe(), layout="transformers")
-    return dense.parent / "packed"
+    return packed_beside(dense)
 
 
 @pytest.fixture(scope="module")
@@ -80,23 +65,6 @@ def warnings() -> Iterator[list[str]]:
     log.removeHandler(handler)
 
 
-def load(folder: Path, **options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
-
-
-def ids(batch: int = 2, tokens: int = 17) -> Any:
-    return torch.randint(3, 128, (batch, tokens), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model: Any) -> Any:
-    with torch.no_grad():
-        return model(ids()).logits
-
-
-def sparse_layers(model: Any) -> dict[str, SparseLinear]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear)}
-
-
 # ------------------------------------------------------------------ loading
 
 
@@ -115,65 +83,6 @@ def test_from_pretrained_gives_the_logits_of_the_masked_model(target: str, tmp_p
         assert torch.equal(layer.weight, expected.get_submodule(name).weight), name
     bound = 2e-6 if FORMATS[target] == "float32" else 2e-2
     assert (logits(model) - logits(expected)).abs().max() <= bound * logits(expected).abs().max()
-
-
-MATRICES = {"layers": PROJECTIONS, "all": "re:.*"}
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pattern", MATRICES.values(), ids=MATRICES)
-def test_matrices_that_are_smallest_dense_are_loaded(pattern: str, tied: bool, tmp_path: Path) -> None:
-    """``auto`` stores them in the format dense, whose array has another name in the file than a plain tensor."""
-    model = llama(tie_word_embeddings=tied)
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[:, ::2] = 0
-    model.save_pretrained(tmp_path / "dense")
-    convert_checkpoint(
-        tmp_path / "dense", tmp_path / "packed", Recipe("keep", (Rule(pattern, "auto"),)), layout="transformers"
-    )
-    again, info = load(tmp_path / "packed", output_loading_info=True)
-    assert not any(info.values()), info
-    assert list(sparse_layers(again)) == ["model.layers.0.mlp.up_proj"]
-    assert torch.allclose(logits(again), logits(model), atol=1e-6)
-    assert (again.lm_head.weight is again.model.embed_tokens.weight) is tied
-    again.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(load(tmp_path / "again")), logits(again))
-    part = transformers.AutoModel.from_pretrained(tmp_path / "packed")
-    assert torch.equal(part.embed_tokens.weight, model.model.embed_tokens.weight)
-
-
-@pytest.mark.parametrize("share", [0, 0.75])
-def test_layers_that_auto_leaves_dense_go_round(share: float, tmp_path: Path) -> None:
-    model = llama()
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[: round(share * 64)] = 0
-    hf.sparsify(model, f"{PROJECTIONS}=auto")
-    assert {m.description.format == "dense" for m in sparse_layers(model).values()} == {True, share == 0}
-    model.save_pretrained(tmp_path / "packed")
-    again, info = load(tmp_path / "packed", output_loading_info=True)
-    assert not any(info.values()), info
-    assert len(sparse_layers(again)) == (share > 0)
-    assert torch.allclose(logits(again), logits(model), atol=1e-6)
-    again.save_pretrained(tmp_path / "again")
-    assert torch.equal(logits(load(tmp_path / "again")), logits(again))
-
-
-def test_what_a_model_lacks_is_reported_of_a_folder_of_dense_matrices(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "dense")
-    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "auto", layout="transformers")
-    _, info = transformers.AutoModel.from_pretrained(tmp_path / "packed", output_loading_info=True)
-    assert info["unexpected_keys"] == {"lm_head.weight"}
-
-
-def test_a_dense_matrix_that_transformers_does_not_ask_for_is_an_error(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in a release that has no such names: it would leave the weight to random numbers."""
-    recipe_of_dense = Recipe("keep", (Rule("re:gate_proj.weight$", "dense"),))
-    convert_checkpoint(packed, tmp_path / "packed", recipe_of_dense, layout="transformers")
-    monkeypatch.setattr(hf.SpformatQuantizer, "get_weight_conversions", lambda self: [])
-    with pytest.raises(sf.errors.UsageError, match=r"layers\.0\.mlp\.gate_proj\.weight.*format dense"):
-        load(tmp_path / "packed")
 
 
 def test_generation_is_that_of_the_masked_model(packed: Path, masked: Any, warnings: list[str]) -> None:
@@ -430,71 +339,3 @@ def test_dequantize_gives_a_model_that_transformers_saves(packed: Path, masked: 
     model.save_pretrained(tmp_path / "dense")
     assert (tmp_path / "dense" / "model.safetensors").exists()
     assert torch.equal(logits(load(tmp_path / "dense")), logits(masked))
-
-
-# ------------------------------------------------------------------ LoRA
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
-def test_lora_trains_beside_sparse_weights(packed: Path, tmp_path: Path) -> None:
-    """The gradients are those of the same adapter on the masked dense model; the sparse weights do not change."""
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-
-    def adapted(model: Any) -> Any:
-        torch.manual_seed(3)
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"], r=4, init_lora_weights=False)
-        return peft.get_peft_model(model, hf.with_sparse_layers(config)).train()
-
-    sparse, dense = adapted(load(packed)), adapted(load(packed).dequantize())
-    before = {name: layer.weight for name, layer in sparse_layers(sparse).items()}
-    gradients = []
-    for model in (sparse, dense):
-        model(ids(), labels=ids()).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
-    assert len(gradients[0]) == 2 * 2 * 3
-    for name, g in gradients[0].items():
-        expected = gradients[1][name]
-        assert expected.abs().max() > 0
-        assert torch.allclose(g, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max())), name
-    optimizer = torch.optim.SGD([p for p in sparse.parameters() if p.requires_grad], lr=0.5)
-    loss = sparse(ids(), labels=ids()).loss
-    optimizer.step()
-    assert sparse(ids(), labels=ids()).loss < loss
-    assert all(torch.equal(layer.weight, before[name]) for name, layer in sparse_layers(sparse).items())
-    with pytest.raises(sf.errors.UsageError, match="dequantize"):
-        sparse.merge_adapter()
-    sparse.eval().save_pretrained(tmp_path / "adapter")
-    config = hf.with_sparse_layers(peft.PeftConfig.from_pretrained(tmp_path / "adapter"))
-    again = peft.PeftModel.from_pretrained(load(packed), tmp_path / "adapter", config=config)
-    assert torch.equal(logits(again), logits(sparse))
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
-@pytest.mark.parametrize("how", ["dequantize", "densify"])
-def test_adapters_are_merged_after_the_layers_below_became_dense(how: str, packed: Path, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
-    model = peft.get_peft_model(load(packed), hf.with_sparse_layers(config)).eval()
-    expected = logits(model)
-    with pytest.raises(sf.errors.UsageError, match="dequantize"):
-        model.merge_and_unload()
-    if how == "dequantize":
-        model.base_model.model.dequantize()
-    else:
-        spformat.torch.densify(model)
-    model.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))
-    model.delete_adapter("another")
-    merged = model.merge_and_unload()
-    assert torch.allclose(logits(merged), expected, atol=1e-5)
-    merged.save_pretrained(tmp_path / "merged")
-    assert torch.equal(logits(load(tmp_path / "merged")), logits(merged))
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
-def test_a_model_with_adapters_is_pickled(packed: Path) -> None:
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
-    config = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False)
-    model = peft.get_peft_model(load(packed), hf.with_sparse_layers(config)).eval()
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(logits(again), logits(model))
-    again.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))
