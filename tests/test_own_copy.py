@@ -77,7 +77,7 @@ def test_with_parts_of_k_the_blocks_copy(parts: int, launches: int) -> None:
 def test_blocks_that_copy_run_at_one_time(tile: Tile) -> None:
     """However many clusters there are: DBSR has tiles without blocks, which do not count where parts are chosen."""
     for clusters in (1, 5, 22, 1000):
-        blocks = own_copy.copying(clusters, tile, H200)
+        blocks = own_copy.copying(clusters, tile.parts, tile.resident, H200)
         assert 0 < blocks <= min(clusters, H200.clusters(tile.parts, tile.resident)) * tile.parts
         assert blocks <= H200.processors
         assert blocks == H200.processors or blocks % tile.parts == 0

@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(128 * WM * WN + 128, 1)
                     if constexpr (OnM && !CCol) {
                         if (!vector) {
                             store_rows<Out, Width, 4096>(sums[b], scratch, out, ldc, top + warp % 4 * 16, left, static_cast<int>(M),
-                                                   static_cast<int>(N));
+                                                         static_cast<int>(N));
                             continue;
                         }
                     }

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ....products.roofline import Device
 from .scratch import Scratch
-
-
-class Tile(Protocol):
-    """What is needed of a kernel's tile."""
-
-    @property
-    def parts(self) -> int:
-        """Blocks of a cluster, each with a part of K."""
-
-    @property
-    def resident(self) -> int:
-        """Blocks that a multiprocessor runs at a time."""
 
 
 class CopyTo(ctypes.Structure):
@@ -49,14 +37,16 @@ NO_COPY = OwnCopy(None, bytes(ctypes.sizeof(CopyTo)))
 """For a B that the copy engine loads from where it lies."""
 
 
-def copying(clusters: int, tile: Tile, device: Device) -> int:
-    """Blocks that copy a part of B each, out of so many clusters: at most one for each multiprocessor.
+def copying(clusters: int, parts: int, resident: int, device: Device) -> int:
+    """Blocks that copy a part of B each, out of so many clusters of ``parts`` blocks.
+
+    At most one for each multiprocessor, which runs ``resident`` blocks at a time.
 
     They run at one time. All blocks wait for all parts, so that one that is not there until others end would keep them
     waiting, for milliseconds: more clusters than run at one time belong to a product of which many tiles are zero.
     """
-    at_once = min(clusters, device.clusters(tile.parts, tile.resident))
-    return min(tile.parts * at_once, device.processors)
+    at_once = min(clusters, device.clusters(parts, resident))
+    return min(parts * at_once, device.processors)
 
 
 class OwnCopies:
@@ -65,9 +55,9 @@ class OwnCopies:
     def __init__(self) -> None:
         self._counts, self._lines = Scratch(zeros=True), Scratch()
 
-    def of(self, stream: int, lines: int, ld: int, clusters: int, tile: Tile, device: Device) -> OwnCopy:
-        """The copy of so many lines, ``ld`` elements apart, for a launch of so many clusters on ``stream``."""
+    def of(self, stream: int, lines: int, ld: int, blocks: int) -> OwnCopy:
+        """The copy of so many lines, ``ld`` elements apart, by so many blocks (``copying``) of a launch."""
         count, at = self._counts.buffer(stream, 4), self._lines.buffer(stream, 2 * lines * ld)
-        packed = Packed(CopyTo(count, at, ld, copying(clusters, tile, device)))
+        packed = Packed(CopyTo(count, at, ld, blocks))
         packed.place = count
         return OwnCopy((at, ld), packed)

@@ -19,7 +19,7 @@ from .copy_lines import Copy, copy_of
 from .expanding import DEPTH
 from .kernel import CudaKernel, Prepared
 from .launch import Bound, Launch, Operands, one_after_another
-from .own_copy import NO_COPY, CopyTo, OwnCopies, OwnCopy
+from .own_copy import NO_COPY, CopyTo, OwnCopies, OwnCopy, copying
 from .scratch import Scratch
 
 ARCHS = ("sm_90a",)
@@ -342,7 +342,7 @@ class RecordProducts(CudaKernel):
                 lines, along = (o.n, p.K) if b_col else (p.K, o.n)
                 pitch = pitch_of(along, 2)
                 if tile.parts > 1:  # where a launch of its own ends, clusters do not find room side by side
-                    own = own_copies.of(o.stream, lines, pitch, tiles, tile, device)
+                    own = own_copies.of(o.stream, lines, pitch, copying(tiles, tile.parts, tile.resident, device))
                 else:
                     b, ldb = room_for_b.buffer(o.stream, lines * pitch * 2), pitch
                     calls = [copy(COL if b_col else ROW)(o.stream, o.b, b, o.n, o.ldb, ldb)]

@@ -53,6 +53,7 @@ template <class Out, bool CCol, bool Epilogue> struct Affine {
 
 // Strips of 16 columns of a tile that each block of a cluster adds up, and bytes of shared memory for them from all parts.
 template <int TN, int Parts> constexpr int own_strips = (TN / 16 + Parts - 1) / Parts;
+// Those of one block: the last ones have fewer.
 template <int TN, int Parts> __device__ __forceinline__ int own_strips_of(int part) {
     return max(0, min(own_strips<TN, Parts>, TN / 16 - part * own_strips<TN, Parts>));
 }

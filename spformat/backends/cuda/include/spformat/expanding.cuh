@@ -10,6 +10,7 @@ namespace spformat::expanding {
 
 constexpr int DEPTH = 64;
 constexpr int SLOT = 2048;  // bytes of a warp in which sums wait for their way to C
+// The same of a tile: twice as many where rows of C are up to 512 bytes long, so that eight of them leave together.
 template <int BN, int Parts> constexpr int slot_bytes = Parts == 1 && BN > 128 ? 2 * SLOT : SLOT;
 template <int BN> constexpr int box_columns = BN < 64 ? BN : 64;  // of a box of a row-major B
 template <int BN> constexpr int boxes = (BN + 63) / 64;  // of a row-major B; the last one may have columns that no product uses
