@@ -120,6 +120,7 @@ __device__ __forceinline__ void store_m16(const float* acc, char* scratch, Out* 
 // multiple of E for each line, against bank conflicts.
 // scratch: Room bytes, 16-byte aligned.
 constexpr int ROWS_SCRATCH = 2048;
+// Of lanes (up to 32) or of bytes (from 65 on): the least power of two that is at least N.
 template <int N> constexpr int power_of_two_from = N <= 8 ? 8 : N <= 16 ? 16 : N <= 32 ? 32 : N <= 128 ? 128 : N <= 256 ? 256 : 512;
 template <class Out, int Columns, int Room = ROWS_SCRATCH>
 __device__ __forceinline__ void store_rows(const float* acc, char* scratch, Out* __restrict__ c, i64 ldc, int row, int col, int M, int N) {
