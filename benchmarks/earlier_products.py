@@ -62,11 +62,11 @@ class Row(NamedTuple):
 
 
 def products(
-    seed: int, kernels: Sequence[str], formats: Sequence[str], columns: tuple[int, int], odd: bool
+    seed: int, kernels: Sequence[str], formats: Sequence[str], columns: tuple[int, int], odd: bool, bits: int
 ) -> Iterator[tuple[Any, Any, Any, str]]:
     """Without end: a matrix, B and C of a product, and the name of a kernel for its format.
 
-    Without kernels of products in ``formats``, with an empty name.
+    Without kernels of products in ``formats``, with an empty name. bits: of a value, 16 or 32.
     """
     import cupy as cp
 
@@ -75,7 +75,7 @@ def products(
     bins = calibration_cases.clipped(calibration_cases.FINE_BINS, *columns)
     for number, spec in enumerate(calibration_cases.draw(seed, "cuda", WIDTHS, formats, bins)):
         takes = [name for name in kernels if spec.format in known[name].formats] or [""]
-        if spec.dtype == "float32":
+        if (spec.dtype == "float32") != (bits == 32):
             continue
         a = calibration_cases.build(spec, cp, number)
         for n, b_layout, c_layout in widths(spec, odd):
@@ -209,6 +209,7 @@ def main() -> None:
     )
     parser.add_argument("--columns", type=ends, default=(1, 4096), metavar="LEAST-MOST")
     parser.add_argument("--odd", action="store_true", help="row-major B and C, odd numbers of columns")
+    parser.add_argument("--bits", type=int, choices=(16, 32), default=16, help="of a value (default: 16)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile first; 0: none")
@@ -227,7 +228,7 @@ def main() -> None:
             packages = (__import__("spformat_earlier"), spformat)
         else:
             packages = (earlier_package(options.earlier, folder), spformat)
-        work = products(options.seed, kernels, formats, options.columns, options.odd)
+        work = products(options.seed, kernels, formats, options.columns, options.odd, options.bits)
         if options.compile_only:
             number, of = map(int, options.compile_only)
             mine = itertools.islice(work, number, None, of)

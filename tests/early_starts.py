@@ -8,7 +8,7 @@ from spformat.backends.cuda.runtime import jit
 
 HEADER, LAUNCHER = jit.INCLUDE / "spformat" / "record_products.cuh", jit.HERE / "runtime" / "record_products.py"
 """What kernels with records share: the call that waits, and the launch."""
-CALL = "    wait_for_launch_before();\n"
+CALL = "  wait_for_launch_before();\n"
 
 
 def waiting_kernels(source: Path) -> int:

@@ -16,6 +16,7 @@
 // Limits: K < 2^26 (positions of a row tile are 32-bit); any M, N, alignment, leading dimension.
 #include "spformat/bitmask.cuh"
 #include "spformat/cp_async.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 
 using namespace spformat;
@@ -94,6 +95,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     T* staged = reinterpret_cast<T*>(shared + warp * L::BYTES + L::A_BYTES);
     uint2* rows = reinterpret_cast<uint2*>(shared + warp * L::BYTES + L::A_BYTES + 2 * L::B_BYTES);
 
+    let_next_launch_begin();
+    wait_for_launch_before();
     const i64 row0 = static_cast<i64>(blockIdx.x) * L::ROWS, bytes = (K + 7) / 8;
     const i64 first = indptr[row0];
     const T* values = data + first;

@@ -88,6 +88,6 @@ class SpmmBitmask(CudaKernel):
         instance = f"spmm_bitmask<{types}, {tile.cols}, {tile.fragments}, {tile.warps}, {str(b_col).lower()}>"
         function = jit.load("bitmask/spmm_bitmask.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id, smem)
         fixed = (a.indptr, a.bitmask, a.data, before, p.M, p.K, slice_columns(p.K, tile.warps))
-        launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, smem)
+        launch = Launch(function, "PPPPqqqPPqqqq", fixed, 32 * tile.warps, smem, waits=True)
         prepare = over_tiles(launch, -(-p.M // tile.rows), tile.cols, out_col)
         return Prepared(prepare, str(tile), before.nbytes)

@@ -25,6 +25,7 @@
 #include "spformat/bitmask_steps.cuh"
 #include "spformat/cp_async.cuh"
 #include "spformat/few_columns.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 
@@ -48,6 +49,8 @@ __global__ void __launch_bounds__(32 * PARTS * SLICES, Resident)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS, s = warp / PARTS, g = lane / 4, t = lane % 4;
     const float* const mine = tiles + warp * 2 * TILE;
 
+    let_next_launch_begin();
+    wait_for_launch_before();
     const i64 row0 = static_cast<i64>(blockIdx.x) * ROWS;
     RowSteps<float> row_steps(indptr, bitmask, data, before, M, K, slice, row0, row0 + part * R + lane % R, lane < R, s, SLICES);
     const i64 k_begin = row_steps.k, k_end = row_steps.k_end;

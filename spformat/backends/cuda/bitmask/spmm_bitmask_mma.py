@@ -140,7 +140,7 @@ class SpmmBitmaskTF32(CudaKernel):
             if way not in variants:
                 name = instance(ptr, tile, way)
                 function = jit.load("bitmask/spmm_bitmask_mma.cu", name, arch, p.device_id, tile.smem)
-                variants[way] = Launch(function, "PPPPqqqPPqqqqq", fixed, 32 * tile.warps, tile.smem)
+                variants[way] = Launch(function, "PPPPqqqPPqqqqq", fixed, 32 * tile.warps, tile.smem, waits=True)
             return variants[way]
 
         def prepare(o: Operands) -> tuple[Bound]:

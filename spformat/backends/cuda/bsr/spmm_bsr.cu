@@ -24,6 +24,7 @@
 //   Limits K < 2^31 - 2048; R, C, N, M otherwise free.
 #include "spformat/cp_async.cuh"
 #include "spformat/epilogue.cuh"
+#include "spformat/launch_order.cuh"
 #include "spformat/ldmatrix.cuh"
 #include "spformat/mma.cuh"
 
@@ -130,6 +131,8 @@ __global__ void __launch_bounds__(32 * WM * WN, Resident)
     T* const ring = reinterpret_cast<T*>(shared);
     const int tid = threadIdx.x, warp = tid / 32;
 
+    let_next_launch_begin();
+    wait_for_launch_before();
     const i64 entry = blockIdx.x / RowTiles;
     if (Listed && entry >= listed) {  // past the list: this block only writes zeros
         for (i64 n0 = static_cast<i64>(blockIdx.y) * BN; n0 < N; n0 += static_cast<i64>(gridDim.y) * BN)

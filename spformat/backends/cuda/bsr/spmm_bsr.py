@@ -243,7 +243,7 @@ def launcher(a: Arrays, p: Problem) -> launch.Prepare:
         function = jit.load(
             "bsr/spmm_bsr.cu", instance(p, tile, index_types(a), wide_a, wide_b), arch, p.device_id, smem
         )
-        return launch.Launch(function, "PPPPqqqPPqqq", fixed, tile.threads, smem)
+        return launch.Launch(function, "PPPPqqqPPqqq", fixed, tile.threads, smem, waits=True)
 
     variants: dict[bool, launch.Launch] = {}
 

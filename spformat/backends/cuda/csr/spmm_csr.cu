@@ -20,11 +20,13 @@
 //          loads in flight for more occupancy
 //
 // Row-length binning after Sputnik (Gale et al., SC'20) and RoDe (Pang et al., PPoPP'24).
+#include "spformat/launch_order.cuh"
 #include "spformat/row_bins.cuh"
 
 using spformat::Bins;
 using spformat::Record;
 using spformat::Task;
+using spformat::wait_for_launch_before;
 
 template <class T, class Out, class Index, int VEC, int LANES, int TILES, int BATCH, int DEPTH, int THREADS,
           int BLOCKS, bool CUT, bool RESIDENT>
@@ -46,13 +48,15 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   // Two tasks ahead the record is loaded, one task ahead the first batch of items.
   Task task = spformat::locate(bins, records, blockIdx.x, slot, LOG_SLOTS);
   Task next = spformat::locate(bins, records, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
-  if (prefetch) {  // bytes of B
-    const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
-    const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+  const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
+  const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+  if (prefetch) {
     spformat::prefetch_l2(indices, nnz * sizeof(Index), thread, threads);
     spformat::prefetch_l2(data, nnz * sizeof(T), thread, threads);
-    spformat::prefetch_l2(B, prefetch, thread, threads);
   }
+  spformat::let_next_launch_begin();
+  wait_for_launch_before();
+  spformat::prefetch_l2(B, prefetch, thread, threads);  // bytes of B, 0: none
   const auto fetch = [&](const Task& t) {
     Batch batch;
     const int part = slot & ((1 << t.log) - 1);

@@ -18,8 +18,10 @@
 // Template parameters as in spmm_csr.cu; Row is the type of row_ids; ADD: there are sums to add to C.
 // Buckets after SparseTIR (Ye et al., ASPLOS'23).
 #include "spformat/gather.cuh"
+#include "spformat/launch_order.cuh"
 
 using spformat::Record;
+using spformat::wait_for_launch_before;
 
 constexpr int MAX_BINS = 32, NARROW = 8;
 
@@ -104,6 +106,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   // Two tasks ahead the record is loaded, one task ahead the first batch of items.
   Task task = locate(bins, records, row_ids, blockIdx.x, slot, LOG_SLOTS);
   Task next = locate(bins, records, row_ids, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
+  spformat::let_next_launch_begin();
+  wait_for_launch_before();
   if (prefetch) {  // bytes of B
     const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;
     const long long thread = (static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;

@@ -12,6 +12,7 @@
 //
 // Layout after Magicube (Li et al., SC'22) and SparseTIR (Ye et al., ASPLOS'23).
 #include "spformat/dtypes.cuh"
+#include "spformat/launch_order.cuh"
 
 using namespace spformat;
 
@@ -27,6 +28,8 @@ __global__ void __launch_bounds__(32 * WARPS)
     __shared__ i64 b_offsets[WARPS][BATCH];
     __shared__ Sum partial[SPLIT > 1 ? WARPS : 1][32 * COLS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SPLIT;
+    let_next_launch_begin();
+    wait_for_launch_before();
     const i64 unit = static_cast<i64>(blockIdx.x) * (WARPS / SPLIT) + warp / SPLIT;
     const int units_per_tile = cdiv(t, ROWS);
     const i64 tile = unit / units_per_tile;

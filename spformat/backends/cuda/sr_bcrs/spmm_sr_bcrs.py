@@ -119,4 +119,4 @@ class SpmmSRBCRS(CudaKernel):
         instance = f"spmm_sr_bcrs<{types}, {index_type(a.indptr)}, {index_type(a.indices)}, {cols}, {WARPS}, {split}>"
         function = jit.load("sr_bcrs/spmm_sr_bcrs.cu", instance, jit.architecture(p.sm or 80, ()), p.device_id)
         fixed = (a.indptr, a.indices, a.data, p.M, a.vector_length, a.stride)
-        return Launch(function, "PPPqiiPPqqqqq", fixed, 32 * WARPS)
+        return Launch(function, "PPPqiiPPqqqqq", fixed, 32 * WARPS, waits=True)

@@ -10,6 +10,7 @@
 // Blocking as in NM-SpMM: a warp covers 32 rows x 64 columns, a thread 8 rows x 8 columns. TR = rows of a thread
 // that share their columns (1, 2, 4, 8): a thread reads B once per TR rows. shape.group_rows is a multiple of TR.
 // Sums are Sum (float, or double for double), in ascending k.
+#include "spformat/launch_order.cuh"
 #include "spformat/vector_nm_cuda_cores.cuh"
 
 namespace spformat::vector_nm {
@@ -94,6 +95,8 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
 
     u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record, if its rows share them
     asm volatile("" : "+r"(own_slots));  // the compiler would divide again in every k tile
+    let_next_launch_begin();
+    wait_for_launch_before();
     Sum acc[8][COLS] = {};
     const Copies<T, BM, BN, THREADS, PACKED> copies(s, data, B, pitch_b, N, m0, n0);
     for_each_k_tile_by<T, BM, BN, THREADS, STAGES>(

@@ -132,7 +132,8 @@ class SpmmVectorNM(CudaKernel):
         tile, records, group = fit(tiles, a, p, step=STEP)
         smem = tile.smem(ITEMSIZE[p.a_dtype], records.staged, records.slots, int(records.words.shape[2]))
         choice = records_choice(
-            a, p, records, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, cols=tile.cols, threads=tile.threads,
+            a, p, records, source="vector_nm/spmm_vector_nm.cu", archs=self.archs, waits=True, cols=tile.cols,
+            threads=tile.threads,
             instance=lambda out, _: instance(p.a_dtype, out, min(group, 8), tile, records.packed), smem=lambda _: smem,
         )  # fmt: skip
         kind = "packed" if records.packed else "plain"

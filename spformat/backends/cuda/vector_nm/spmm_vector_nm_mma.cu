@@ -13,6 +13,7 @@
 //
 // G = rows that share their columns, as far as a warp can use it: 8, 16, 32 or 64. Products: vector_nm_mma.cuh.
 // Paper: NM-SpMM (IPDPS 2025), whose hierarchical blocking and col_info packing this follows.
+#include "spformat/launch_order.cuh"
 #include "spformat/vector_nm_mma.cuh"
 
 namespace spformat::vector_nm {
@@ -31,6 +32,8 @@ spmm_vector_nm_mma(const Shape s, const T* __restrict__ data, const u32* __restr
     const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
     using F = Fragments<T, G, WM, WN, BM * sizeof(T), BN * sizeof(T)>;
 
+    let_next_launch_begin();
+    wait_for_launch_before();
     float acc[WN / 16][WM / 8][4] = {};
     for_each_k_tile<T, BM, BN, THREADS, STAGES, 8, PACKED>(
         s, shared, data, records, B, pitch_b, N, row_tile, m0, n0, G, first, last, [&](u32 b_lines, u32 a_lines, u32 record) {

@@ -125,7 +125,7 @@ class SpmmVectorNMTensor(CudaKernel):
         tile, records, group = fit(self.fitting(p), a, p, step=32 // size, banks=16 // size, bank_rows=size // 2)
         record = int(records.words.shape[2])
         choice = records_choice(
-            a, p, records, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, cols=tile.cols,
+            a, p, records, source="vector_nm/spmm_vector_nm_mma.cu", archs=self.archs, waits=True, cols=tile.cols,
             threads=tile.threads,
             instance=lambda out, _: instance(p.a_dtype, out, group, tile, records.packed),
             smem=lambda out: tile.smem(size, records.staged, records.slots, record, out),
