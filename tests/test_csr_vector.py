@@ -67,8 +67,8 @@ def test_tiles_fit_and_have_as_many_columns_as_fit(dtype: str) -> None:
 @pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_it_is_chosen_for_large_layers_and_small_ones(n: int, dtype: str) -> None:
-    for size in (1024, 8192):
-        p = layer(size, size, n, dtype, epilogue=size == 1024)
+    for size in (2048, 8192):
+        p = layer(size, size, n, dtype, epilogue=size == 2048)
         assert sf.explain(p.changed(nnz=p.nnz // 4), backend="cuda").chosen == KERNEL.name
         chosen = sf.explain(p, backend="cuda").chosen
         if dtype == "bfloat16":  # in records, see test_csr_records.py
@@ -163,7 +163,7 @@ PLANTED = """
 from emulator import stand_in
 from emulator.planted import plant, three_runs
 
-planted = plant({old!r}, {new!r}, source="csr/spmm_csr_vector.cu")
+planted = plant({old!r}, {new!r}, source="csr/spmm_csr_vector.cu", header="spformat/csr_items.cuh")
 stand_in.install(90)
 import numpy as np
 from exact import equal, product

@@ -26,7 +26,7 @@ MATRICES: dict[str, dict[str, Any]] = {
     "sum": {"rules": ("bsr:blocksize=64x64,density>=0.4", "csr")},
 }  # fmt: skip
 READ_AS_THEY_ARE = {
-    "cuda.spmm_bsr", "cuda.spmm_bsr_tokens", "cuda.spmm_vector_nm_tokens", "cuda.expand_then_dense",
+    "cuda.spmm_bsr", "cuda.spmm_bsr_tokens", "cuda.spmm_csr_panel", "cuda.spmm_vector_nm_tokens", "cuda.expand_then_dense",
 }  # fmt: skip
 END_IN_A_COPY = {"cuda.spmm_csr", "cuda.spmm_csr_vector", "cuda.spmm_ell_buckets"}
 """A copy to the host waits for all work before it."""

@@ -21,6 +21,7 @@ from .bsr import (
 from .bsr.spmm_bsr_expanding_sm90a import SpmmBSRExpanding
 from .csr.spmm_csr import SpmmCSR
 from .csr.spmm_csr_expanding_sm90a import SpmmCSRExpanding
+from .csr.spmm_csr_panel import SpmmCSRPanel
 from .csr.spmm_csr_records import SpmmCSRRecords
 from .csr.spmm_csr_tc import SpmmCSRTensor
 from .csr.spmm_csr_vector import SpmmCSRVector
@@ -81,6 +82,7 @@ KERNELS: tuple[CudaKernel, ...] = (
     SpmmSum(),
     SpmmTwoFourShares(),
     SpmmCSRVector(),
+    SpmmCSRPanel(),
     SpmmCSRRecords(),
     SpmmSRBCRSVector(),
     SpmmSumRows(),

@@ -20,61 +20,12 @@
 //   U        loads of each array that are in flight together
 //   CUT      there are pieces        Epilogue  false: alpha = 1, beta = 0, no bias
 #include "spformat/column_panel.cuh"
+#include "spformat/csr_items.cuh"
 
-using spformat::load_if;
+using spformat::Items;
 using spformat::Record;
+using spformat::Row;
 using spformat::Task;
-using spformat::word_t;
-
-// COUNT neighbours in as few loads as there can be.
-template <class V, int COUNT> struct Neighbours {
-  static constexpr int BYTES = sizeof(V) * COUNT, LOADS = BYTES > 16 ? BYTES / 16 : 1;
-  using W = word_t<BYTES / LOADS>;
-  W word[LOADS];
-
-  __device__ __forceinline__ void load(const V* from, bool live) {
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) word[i] = load_if(reinterpret_cast<const W*>(from) + i, live);
-  }
-  __device__ __forceinline__ V& operator[](int i) { return reinterpret_cast<V*>(word)[i]; }
-  __device__ __forceinline__ const V& operator[](int i) const { return reinterpret_cast<const V*>(word)[i]; }
-};
-
-// A row as a slot sees it: its items are begin .. end - 1, and the slot takes E of them from `first`, `first` + step, .. on.
-struct Row {
-  unsigned begin, end, first;
-  int step;
-};
-
-// Items of a slot: U times E neighbours.
-template <class T, int E, int U> struct Items {
-  Neighbours<int, E> index[U];
-  Neighbours<T, E> value[U];
-
-  __device__ __forceinline__ void fetch(const int* indices, const T* data, const Row& row, unsigned nnz) {
-#pragma unroll
-    for (int u = 0; u < U; ++u) {
-      const unsigned at = row.first + u * row.step;
-      const bool whole = at + E <= nnz;
-      index[u].load(indices + at, at < row.end && whole);
-      value[u].load(data + at, at < row.end && whole);
-      if (at < row.end && !whole) {  // the last items of the matrix
-        for (int e = 0; at + e < nnz; ++e) {
-          set(index[u], e, indices[at + e]);
-          set(value[u], e, data[at + e]);
-        }
-      }
-    }
-  }
-
- private:
-  // One of the neighbours; the number is no constant, and an array with such a subscript would not stay in registers.
-  template <class V> static __device__ __forceinline__ void set(Neighbours<V, E>& to, int e, V value) {
-#pragma unroll
-    for (int i = 0; i < E; ++i)
-      if (i == e) to[i] = value;
-  }
-};
 
 template <class T, class Out, int NC, int THREADS, int BLOCKS, int U, bool CUT, bool BCol, bool Epilogue>
 __global__ void __launch_bounds__(THREADS, BLOCKS)
