@@ -9,10 +9,11 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask, value_type
-from ..arrays.library import Array, ceil_div, index_dtype, is_recorded, namespace
+from ..arrays.library import Array, ceil_div, index_dtype, namespace
 from ..errors import PatternError
 from .csr import CSR
 from .hooks import Blocks, Condition, Counts, Hooks, Measure, Pattern, dense_cells, percent
+from .row_length import row_length
 
 _FULL = 0.9
 """Share of nonzeros above which blocks count as full."""
@@ -41,19 +42,7 @@ class BlockHooks(Hooks):
         return int(self.data.shape[0])
 
     def row_length(self) -> int:
-        me: Any = self
-        if me.device == "cpu" or is_recorded(me.indptr):
-            return 0
-
-        def build() -> int:
-            lengths = me.indptr[1:] - me.indptr[:-1]
-            lengths = lengths.astype("float64")  # contents may not have been checked: no overflow, and nothing negative
-            blocks = float((lengths * lengths).sum() / lengths.sum()) if self.nnzb else 0.0  # synchronize!
-            most = self.grid[1]
-            return round(min(max(blocks, 0.0), most) * self.blocksize[0] * self.blocksize[1]) if blocks == blocks else 0
-
-        length: int = me.kernel_arrays("row length", build)
-        return length
+        return round(row_length(self, self.grid[1]) * self.blocksize[0] * self.blocksize[1])
 
     @classmethod
     def pattern(cls, params: dict[str, Any]) -> Pattern:

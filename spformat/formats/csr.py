@@ -22,6 +22,7 @@ from . import edges
 from .base import INDEX, VALUE, Format, RowChunks, array
 from .hooks import Counts
 from .items import Items
+from .row_length import row_length
 
 ROW_CHUNK = 1 << 20
 """Dense elements that the host converts at a time, so that masks and positions stay in cache."""
@@ -56,6 +57,9 @@ class CSR(Items, Format):
         if not counts.nnz:
             return ""
         return f"rows have {counts.mean_row:.1f} nonzeros on average, the longest {counts.longest_row}"
+
+    def row_length(self) -> int:
+        return round(row_length(self, self.shape[1]))
 
     def rows(self) -> Array:
         """int64[nnz]: the row of each item."""

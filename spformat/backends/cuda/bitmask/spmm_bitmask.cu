@@ -95,7 +95,6 @@ __global__ void __launch_bounds__(32 * WARPS)
     T* staged = reinterpret_cast<T*>(shared + warp * L::BYTES + L::A_BYTES);
     uint2* rows = reinterpret_cast<uint2*>(shared + warp * L::BYTES + L::A_BYTES + 2 * L::B_BYTES);
 
-    let_next_launch_begin();
     wait_for_launch_before();
     const i64 row0 = static_cast<i64>(blockIdx.x) * L::ROWS, bytes = (K + 7) / 8;
     const i64 first = indptr[row0];

@@ -49,7 +49,6 @@ __global__ void __launch_bounds__(32 * PARTS * SLICES, Resident)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = warp % PARTS, s = warp / PARTS, g = lane / 4, t = lane % 4;
     const float* const mine = tiles + warp * 2 * TILE;
 
-    let_next_launch_begin();
     wait_for_launch_before();
     const i64 row0 = static_cast<i64>(blockIdx.x) * ROWS;
     RowSteps<float> row_steps(indptr, bitmask, data, before, M, K, slice, row0, row0 + part * R + lane % R, lane < R, s, SLICES);

@@ -131,7 +131,6 @@ __global__ void __launch_bounds__(32 * WM * WN, Resident)
     T* const ring = reinterpret_cast<T*>(shared);
     const int tid = threadIdx.x, warp = tid / 32;
 
-    let_next_launch_begin();
     wait_for_launch_before();
     const i64 entry = blockIdx.x / RowTiles;
     if (Listed && entry >= listed) {  // past the list: this block only writes zeros

@@ -54,7 +54,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
     spformat::prefetch_l2(indices, nnz * sizeof(Index), thread, threads);
     spformat::prefetch_l2(data, nnz * sizeof(T), thread, threads);
   }
-  spformat::let_next_launch_begin();
   wait_for_launch_before();
   spformat::prefetch_l2(B, prefetch, thread, threads);  // bytes of B, 0: none
   const auto fetch = [&](const Task& t) {

@@ -70,7 +70,7 @@ class SpmmCSR(RowGathering, CudaKernel):
             table = bin_table(rows, tile.slots, tile.fill)
             fixed = (table, rows.records, indices, data, nnz, p.K, rows.cuts)
             signature = (BinTable, *"PPPqqPPPPPiiqq")
-            return [(Launch(function, signature, fixed, tile.threads, smem, waits=True), table.blocks)]
+            return [(Launch(function, signature, fixed, tile.threads, smem, waits=tile.early), table.blocks)]
 
         prepare, tile = gather(self, p, rows, kernels)
         return Prepared(row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)

@@ -28,8 +28,8 @@ WORDS = (1, 2)
 """Pieces of 16 bytes in a row of B that a block keeps; with four, blocks are too few."""
 LOGS, GROUPS = (1, 2, 3), (16, 8)
 """Of the slots of a row of A, and neighbouring rows of a warp: more rows leave too few warps with work."""
-LOADS = 2
-"""Loads of values that a slot has in flight."""
+LOADS, MOST_LOADS = 2, 6
+"""Loads of values that a slot has in flight, and how many it has altogether where a row could get more slots."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class Tile:
 def load_items(dtype: str) -> int:
     """Neighbouring items that a lane loads at a time."""
     return 2 if itemsize(dtype) == 8 else 4
+
+
+def loads_of_a_row(log: int, p: Problem) -> int:
+    """Loads of values of each of 2^log slots. A row is as long as that of an average item: neighbours wait for it."""
+    length, each = max(1, ceil_div(p.nnz, max(1, p.M)), p.row_length - 1), load_items(p.a_dtype)
+    return ceil_div(length + each - 1, each << log)
 
 
 def shared_bytes(columns: int, group: int, threads: int, p: Problem) -> int:
@@ -114,6 +120,8 @@ class SpmmCSRPanel(CudaKernel):
             if words > 1 and columns >= 2 * p.n:
                 continue
             for log in LOGS:
+                if log < LOGS[-1] and loads_of_a_row(log, p) > MOST_LOADS:
+                    continue
                 rows = WARP // words >> log
                 some = [tile(columns, log, group, p) for group in GROUPS if rows <= group and words << log <= 16]
                 out += [t for t in some if t is not None]
@@ -127,9 +135,7 @@ class SpmmCSRPanel(CudaKernel):
         us for each time that a warp waits for items.
         """
         panels, size = ceil_div(p.n, tile.columns), itemsize(p.a_dtype)
-        length = max(1, ceil_div(p.nnz, max(1, p.M)), p.row_length)
-        each = load_items(p.a_dtype) * tile.slots
-        loads = ceil_div(length + load_items(p.a_dtype) - 1, each)
+        loads, each = loads_of_a_row(tile.log, p), load_items(p.a_dtype) * tile.slots
         groups, at_once = ceil_div(p.M, tile.group), device.processors * tile.resident
         blocks = max(1, min(ceil_div(groups, tile.tasks), at_once // panels))
         turns = rounds(blocks * panels, at_once)

@@ -106,7 +106,6 @@ __global__ void __launch_bounds__(THREADS, BLOCKS)
   // Two tasks ahead the record is loaded, one task ahead the first batch of items.
   Task task = locate(bins, records, row_ids, blockIdx.x, slot, LOG_SLOTS);
   Task next = locate(bins, records, row_ids, blockIdx.x + gridDim.x, slot, LOG_SLOTS);
-  spformat::let_next_launch_begin();
   wait_for_launch_before();
   if (prefetch) {  // bytes of B
     const long long threads = static_cast<long long>(gridDim.x) * gridDim.y * THREADS;

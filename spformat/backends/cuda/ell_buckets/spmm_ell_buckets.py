@@ -101,7 +101,9 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
             signature = (BinTable, *"PPPPPPPPPiiqq")
             fixed = (rows.records, row_ids, indices, data, rows.cuts)
             tables = bin_tables(buckets, work, tile.slots, tile.fill)
-            return [(Launch(function, signature, (t, *fixed), tile.threads, waits=True), t.blocks) for t in tables]
+            return [
+                (Launch(function, signature, (t, *fixed), tile.threads, waits=tile.early), t.blocks) for t in tables
+            ]
 
         prepare, tile = gather(self, p, rows, kernels)
         return Prepared(row_major(p, prepare), tile=str(tile), workspace=rows.records.nbytes)

@@ -52,6 +52,12 @@ class Tile:
     def slots(self) -> int:
         return self.threads // self.lanes
 
+    @property
+    def early(self) -> bool:
+        """Whether a launch may begin before the copies before it are over. In large products, whose blocks have several
+        tasks, it took 3 % longer then (docs/decisions/0071-columns-of-b-for-csr.md)."""
+        return self.tasks == 1
+
     def template(self) -> str:
         return f"{self.vec}, {self.lanes}, {self.tiles}, {self.batch}, {self.depth}, {self.threads}, {self.blocks}"
 

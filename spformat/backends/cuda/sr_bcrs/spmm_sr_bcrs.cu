@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(32 * WARPS)
     __shared__ i64 b_offsets[WARPS][BATCH];
     __shared__ Sum partial[SPLIT > 1 ? WARPS : 1][32 * COLS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % SPLIT;
-    let_next_launch_begin();
     wait_for_launch_before();
     const i64 unit = static_cast<i64>(blockIdx.x) * (WARPS / SPLIT) + warp / SPLIT;
     const int units_per_tile = cdiv(t, ROWS);

@@ -95,7 +95,6 @@ spmm_vector_nm(const Shape s, const T* __restrict__ data, const u32* __restrict_
 
     u32 own_slots = m / s.group_rows * s.slots * 4;  // bytes before those of this thread in a record, if its rows share them
     asm volatile("" : "+r"(own_slots));  // the compiler would divide again in every k tile
-    let_next_launch_begin();
     wait_for_launch_before();
     Sum acc[8][COLS] = {};
     const Copies<T, BM, BN, THREADS, PACKED> copies(s, data, B, pitch_b, N, m0, n0);

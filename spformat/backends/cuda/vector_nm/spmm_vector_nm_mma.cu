@@ -32,7 +32,6 @@ spmm_vector_nm_mma(const Shape s, const T* __restrict__ data, const u32* __restr
     const int first = blockIdx.z * s.k_per_split, last = min(first + s.k_per_split, s.k_tiles);
     using F = Fragments<T, G, WM, WN, BM * sizeof(T), BN * sizeof(T)>;
 
-    let_next_launch_begin();
     wait_for_launch_before();
     float acc[WN / 16][WM / 8][4] = {};
     for_each_k_tile<T, BM, BN, THREADS, STAGES, 8, PACKED>(
