@@ -15,6 +15,7 @@ from test_kernels import matrix, on_device, problem
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.backends.cuda.csr import spmm_csr_panel as panel
+from spformat.backends.cuda.csr.csr_records import records
 from spformat.formats import CSR
 from spformat.products.problem import Problem
 from spformat.products.roofline import shared_limit
@@ -74,6 +75,26 @@ def test_it_is_chosen_in_torchs_layout(dtype: str) -> None:
 def test_rows_of_very_different_lengths_are_expected_to_take_longer() -> None:
     even = layer(4096, 4096, 100)
     assert KERNEL.expected_us(even.changed(row_length=2000)) > 2 * KERNEL.expected_us(even)
+
+
+@pytest.mark.gpu
+def test_a_matrix_on_a_device_knows_how_different_its_rows_are() -> None:
+    """Also when records have replaced its arrays, if it was asked before; the host and an empty matrix say 0."""
+    hopper()
+    x = np.zeros((100, 300), np.float32)
+    x[:, :10], x[7] = 1, 2
+    a = CSR.from_dense(x.astype(VALUE_TYPES["bfloat16"].numpy))
+    length = round((99 * 10**2 + 300**2) / (99 * 10 + 300))
+    assert (a.row_length(), a.to("cuda").row_length()) == (0, length)
+    assert CSR.from_dense(np.zeros((3, 4), np.float32)).to("cuda").row_length() == 0
+    asked, not_asked = a.validate().to("cuda"), a.to("cuda")
+    asked.row_length()
+    for g in (asked, not_asked):
+        g.kernel_order(
+            "records of a test", lambda: records(a.to("cuda"), problem(a, 8, "bfloat16", ("col", "col"), 90))
+        )
+    assert asked.in_kernel_order and not_asked.in_kernel_order
+    assert (asked.row_length(), not_asked.row_length()) == (length, 0)
 
 
 # ------------------------------------------------------------------ exact products
