@@ -15,15 +15,21 @@ from transformers.utils.hub import convert_file_size_to_int
 from ..checkpoint.folder import make as make_folder
 from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
 from ..checkpoint.packing import write_packed
-from ..errors import OutputError, UsageError
+from ..errors import OutputError, SpformatError, UsageError
+from ..formats.base import Format
 from ..storage.files import Path
 from ..storage.filewriter import Tensor
 from ..storage.output import publish
 from ..torch import models
 from ..torch.module import SparseLinear, WithoutWeights
 
-USUAL = {"push_to_hub": False, "save_peft_format": True, "save_original_format": True, "safe_serialization": True}
+USUAL = {
+    "push_to_hub": False, "save_peft_format": True, "save_original_format": True, "safe_serialization": True,
+    "distributed_checkpoint": False,
+}  # fmt: skip
 """Options of transformers with the values that change nothing here."""
+UNUSED = ("save_function",)
+"""Options that transformers takes since earlier releases, and that it does not use."""
 SHARD = 5 * 10**9
 """Bytes of a file, unless a single tensor has more."""
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -89,6 +95,7 @@ def save_pretrained(
     model: Any,
     save_directory: Path,
     is_main_process: bool = True,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
     *,
     max_shard_size: int | str | None = None,
     overwrite: bool = True,
@@ -96,8 +103,9 @@ def save_pretrained(
 ) -> None:
     """Write a model with sparse layers into a folder that ``from_pretrained`` loads after ``import spformat.hf``.
 
-    is_main_process: other processes write nothing. max_shard_size: bytes of a file, unless a single tensor has more; an
-    int, or a text like "5GB", which is the default.
+    is_main_process: other processes write nothing. state_dict: what to write in place of ``model.state_dict()``, as
+    FSDP gathers it; UsageError if it lacks tensors of the model. max_shard_size: bytes of a file, unless a single
+    tensor has more; an int, or a text like "5GB", which is the default.
     overwrite: replace an earlier checkpoint in the folder, as transformers does. Other options of transformers
     (``push_to_hub``, ``variant``, ..) are refused: UsageError.
 
@@ -107,17 +115,17 @@ def save_pretrained(
     """
     model = _unwrapped(model)
     if getattr(model, "_hf_peft_config_loaded", False):
-        _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
+        _by_transformers(model, save_directory, is_main_process, state_dict, max_shard_size, overwrite, options)
         return
     if not any(isinstance(m, SparseLinear) for m in model.modules()):
         settings = _take_settings(model.config)
         try:
-            _by_transformers(model, save_directory, is_main_process, max_shard_size, overwrite, options)
+            _by_transformers(model, save_directory, is_main_process, state_dict, max_shard_size, overwrite, options)
         finally:
             if settings is not None:  # the config may be that of a model around this one
                 model.config.quantization_config = settings
         return
-    given = [name for name, value in options.items() if value not in (None, USUAL.get(name))]
+    given = [name for name, x in options.items() if name not in UNUSED and x not in (None, USUAL.get(name))]
     if given:
         raise UsageError(f"save_pretrained: expected no other option for sparse layers, got {', '.join(sorted(given))}")
     adapted = next((name for name, _ in model.named_modules() if name.endswith(".base_layer")), None)
@@ -136,7 +144,7 @@ def save_pretrained(
         return
     folder = os.fspath(save_directory)
     make_folder(folder)
-    tensors = tensors_of(model)
+    tensors = tensors_of(model, state_dict)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -164,37 +172,43 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _by_transformers(
-    model: Any, folder: Path, is_main_process: bool, max_shard_size: int | str | None, overwrite: bool, options: Any
-) -> None:
+    model: Any, folder: Path, is_main_process: bool, state: Any, max_shard_size: int | str | None, overwrite: bool,
+    options: Any,
+) -> None:  # fmt: skip
     """Call the ``save_pretrained`` of the class of a model."""
     if not overwrite and os.path.isdir(folder) and os.listdir(folder):
         raise OutputError("the target holds files already; use overwrite=True", path=folder)
     if max_shard_size is not None:
         options["max_shard_size"] = max_shard_size
-    type(model).save_pretrained(model, folder, is_main_process=is_main_process, **options)
+    type(model).save_pretrained(model, folder, is_main_process=is_main_process, state_dict=state, **options)
 
 
-def tensors_of(model: Any) -> dict[str, Tensor]:
+def tensors_of(model: Any, given: Mapping[str, torch.Tensor] | None = None) -> dict[str, Tensor]:
     """What a checkpoint of a model holds, under the names of its checkpoint: matrices, and tensors without gradients.
 
-    Tied weights occur once. UsageError for a sparse weight that transformers would divide or join while saving.
+    given: a state dict of the whole model, which is read in place of its own. Tied weights occur once. UsageError for a
+    sparse weight that transformers would divide or join while saving, and for a given state that lacks tensors.
     """
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear) and m.has_own_weight}
     buffers = {f"{name}.{c.attribute}" for name, layer in layers.items() for c in layer.description.components}
     ignored = {*buffers, *(model._keys_to_ignore_on_save or ())}
     everything = model.state_dict(destination=WithoutWeights())
+    if given is not None:
+        _require_all({name for name in everything if name not in ignored} | buffers, given, model)
+        everything = given
     state = {name: t for name, t in everything.items() if name not in ignored}
     state = remove_tied_weights_from_state_dict(state, model)
     # Stand-ins for the sparse weights, so that transformers gives them their names in the checkpoint.
     stand_ins = {
         f"{name}.weight": torch.empty(layer.description.shape, device="meta") for name, layer in layers.items()
     }
-    weight_of = {id(stand_ins[f"{name}.weight"]): layer for name, layer in layers.items()}
+    weight_of = {id(stand_ins[f"{name}.weight"]): (name, layer) for name, layer in layers.items()}
     named: Mapping[str, torch.Tensor] = revert_weight_conversion(model, state | stand_ins)
     tensors: dict[str, Tensor] = {}
     for name, t in named.items():
         if id(t) in weight_of:
-            tensors[name] = weight_of[id(t)].matrix
+            own_name, layer = weight_of[id(t)]
+            tensors[name] = layer.matrix if given is None else _matrix_of(layer, own_name, given)
         elif t.is_meta:
             raise UsageError(
                 "a tensor on the meta device has no contents to save, or is joined of sparse ones", tensor=name
@@ -202,3 +216,24 @@ def tensors_of(model: Any) -> dict[str, Tensor]:
         else:
             tensors[name] = t.detach().contiguous()
     return tensors
+
+
+def _require_all(names: set[str], given: Mapping[str, torch.Tensor], model: Any) -> None:
+    """UsageError if a state dict lacks tensors of these names, unless it has those that they are tied to."""
+    tied = model.all_tied_weights_keys or {}
+    lacking = sorted(name for name in names - given.keys() if tied.get(name, name) not in given)
+    if lacking:
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise UsageError(
+            f"state_dict: expected the tensors of the whole model, under its names, but it lacks {lacking[0]}{more}: "
+            "give that of the model inside wrappers, or leave state_dict out"
+        )
+
+
+def _matrix_of(layer: SparseLinear, name: str, given: Mapping[str, torch.Tensor]) -> Format:
+    """The weight of a layer as a state dict has it, validated."""
+    tensors = [given[f"{name}.{c.attribute}"].detach().contiguous() for c in layer.description.components]
+    try:
+        return layer.description.matrix(tensors).validate()
+    except SpformatError as e:
+        raise e.at(tensor=f"{name}.weight") from None

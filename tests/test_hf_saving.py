@@ -1,0 +1,88 @@
+"""Hugging Face transformers: what save_pretrained writes of a state dict that the caller gives, and of configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_installed import hf, torch
+from hf_llama import llama, load, logits, sparse_layers
+
+import spformat as sf
+import spformat.torch as st
+
+
+def sparse(**settings: Any) -> Any:
+    model = llama(**settings)
+    hf.sparsify(model, "re:proj.weight$=bitmask", prune=True, sparsity=0.5)
+    return model
+
+
+# ------------------------------------------------------------------ a given state dict
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_given_state_dict_is_what_is_written(tied: bool, fused: bool, tmp_path: Path) -> None:
+    model = sparse(tie_word_embeddings=tied)
+    expected = logits(model)
+    if fused:
+        st.fuse_projections(model)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    with torch.no_grad():
+        model.model.norm.weight.fill_(2)
+        for layer in sparse_layers(model).values():
+            if layer.has_buffers:
+                layer.weight_data.mul_(2)
+    model.save_pretrained(tmp_path / "given", state_dict=state)
+    assert torch.equal(logits(load(tmp_path / "given")), expected)
+    hf.save_pretrained(model, tmp_path / "own", state_dict=model.state_dict())
+    model.save_pretrained(tmp_path / "plain")
+    for file in (tmp_path / "plain").iterdir():
+        assert file.read_bytes() == (tmp_path / "own" / file.name).read_bytes()
+
+
+def test_a_given_state_dict_in_another_dtype(tmp_path: Path) -> None:
+    model = sparse()
+    state = {name: t.bfloat16() if t.is_floating_point() else t for name, t in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=state)
+    again = load(tmp_path, dtype="bfloat16").state_dict()
+    assert again.keys() == state.keys()
+    assert all(torch.equal(t, state[name]) for name, t in again.items())
+
+
+def test_a_state_dict_without_some_tensors_is_refused(tmp_path: Path) -> None:
+    model = sparse()
+    state = model.state_dict()
+    lacking = {name: t for name, t in state.items() if name != "model.layers.0.mlp.up_proj.weight_data"}
+    with pytest.raises(sf.errors.UsageError, match=r"state_dict: .*lacks model\.layers\.0\.mlp\.up_proj\.weight_data"):
+        model.save_pretrained(tmp_path / "x", state_dict=lacking)
+    wrapped = {f"module.{name}": t for name, t in state.items()}
+    with pytest.raises(sf.errors.UsageError, match=r"state_dict: .*lacks lm_head\.weight and \d+ more"):
+        model.save_pretrained(tmp_path / "x", state_dict=wrapped)
+    state["model.layers.0.mlp.up_proj.weight_data"] = state["model.layers.0.mlp.up_proj.weight_data"][1:]
+    with pytest.raises(sf.errors.SpformatError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
+        model.save_pretrained(tmp_path / "x", state_dict=state)
+    assert not list(tmp_path.glob("x/*.safetensors"))
+
+
+def test_a_given_state_dict_of_a_dense_model_goes_to_transformers(tmp_path: Path) -> None:
+    model = sparse().dequantize()
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    expected = logits(model)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    hf.save_pretrained(model, tmp_path, state_dict=state)
+    assert torch.equal(logits(load(tmp_path)), expected)
+
+
+def test_accelerate_saves_as_its_documentation_says(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: pip install accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(sparse())
+    accelerator.unwrap_model(model).save_pretrained(
+        tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model), distributed_checkpoint=False,
+    )  # fmt: skip
+    assert torch.equal(logits(load(tmp_path)), logits(model))
