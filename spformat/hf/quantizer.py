@@ -9,6 +9,7 @@ the device where transformers has put each layer.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -68,7 +69,9 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
     # ---------------------------------------------------------------- where the files are
 
     def _with_index(self, config: Any) -> Any:
-        if self.pre_quantized and getattr(config, "transformers_weights", None) == GUARD:
+        named = getattr(config, "transformers_weights", None)
+        # transformers leaves the name out when it saves a config alone.
+        if self.pre_quantized and (named == GUARD or (named is None and _may_have_index(config.name_or_path))):
             config.transformers_weights = PACKED_INDEX
         return config
 
@@ -323,6 +326,10 @@ def dtype_of(name: str, dtype: torch.dtype, model: Any) -> torch.dtype:
     """The dtype that transformers loads a weight in, of a model created in ``dtype``: some stay in float32."""
     kept = model._get_dtype_plan(dtype)
     return next((kept[p] for p in kept if re.search(p.replace("*", ".*"), name)), dtype)
+
+
+def _may_have_index(folder: str) -> bool:
+    return not os.path.isdir(folder) or os.path.isfile(os.path.join(folder, PACKED_INDEX))
 
 
 def _alternatives(names: set[str]) -> str:
