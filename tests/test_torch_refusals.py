@@ -145,3 +145,34 @@ def test_a_stack_is_no_weight(tmp_path: Path) -> None:
     sf.save(tmp_path / "experts.safetensors", {"w": stack})
     with sf.safe_open(tmp_path / "experts.safetensors") as f, pytest.raises(UsageError, match="'w': expected a matrix"):
         st.SparseLinear.from_record(f.info("w"))
+
+
+def test_what_is_no_tensor_is_refused_by_a_layer() -> None:
+    for other in (X.numpy(), X.tolist(), None):
+        with pytest.raises(TypeError, match=r"^x: expected a torch tensor, got \S+$"):
+            M(other)
+    for other in (X.to_sparse(), X.to_sparse_csr()):
+        with pytest.raises(
+            UsageError, match=r"^x: expected a dense tensor, got torch\.sparse_\w+: give x\.to_dense\(\)"
+        ):
+            M(other)
+
+
+def test_a_bias_of_another_dtype_than_the_result_says_which_operand_to_cast() -> None:
+    m, x = layer("csr", "float16"), X[:2]
+    text = r"x: expected dtype float16, as W and bias have, got float32: use x\.to\(torch\.float16\), or a layer in float32"
+    for f in (m, lambda x: st.linear(x, m.matrix, m.bias)):
+        with pytest.raises(TypeError, match=text):
+            f(x)
+    with pytest.raises(RuntimeError, match=text):
+        torch.compile(m, backend="eager")(x)
+    with pytest.raises(RuntimeError, match=text):
+        m.to("meta")(x.to("meta"))
+    with pytest.raises(
+        TypeError, match="bias: expected dtype float32, that of y for W in float32 and x in float32, got float16"
+    ):
+        st.linear(X, M.matrix, torch.zeros(ROWS).half())
+    with pytest.raises(
+        TypeError, match="bias: expected dtype float32, that of y for W in float16 and x in float32, got float64"
+    ):
+        st.linear(X, layer("csr", "float16").matrix, torch.zeros(ROWS).double())

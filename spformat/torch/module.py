@@ -20,7 +20,7 @@ from . import operators  # noqa: F401 - registers spformat::linear
 from .conversion import cast, converted, current_weight, some_become_zero
 from .description import Description, empty_tensors, parse
 from .states import describe, require_fit, rounded
-from .weights import Weight, forget, keep, name_of, weight_of
+from .weights import Weight, forget, keep, name_of, require_dense, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
@@ -153,6 +153,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
                 if weight is None or not weight.is_current(self._tensors()):
                     weight = self._validated()
                 return weight.linear(x, bias)
+            require_dense(x)
             return torch.ops.spformat.linear(x, self._tensors(), bias, self._text, False)
         return torch.ops.spformat.linear(x, [getattr(self, name) for name in self._names], self.bias, self._text, False)
 

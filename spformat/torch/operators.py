@@ -20,7 +20,7 @@ from ..dispatch import api
 from ..errors import UsageError
 from ..products.problem import result_dtype
 from .description import parse
-from .weights import name_of, weight_of, with_lines
+from .weights import name_of, other_dtype, weight_of, with_lines
 
 Tensors = Sequence[torch.Tensor]
 
@@ -112,7 +112,8 @@ def _fake_linear(
     )
     dtype = _result(weight, matrix, x)
     if bias is not None:
-        torch._check(bias.dtype == dtype, lambda: f"bias: expected dtype {dtype}, got {bias.dtype}")
+        other = other_dtype(x.dtype, name_of(weight[parse(matrix).values].dtype), bias.dtype)
+        torch._check(not other, lambda: other)
         torch._check(
             bias.dim() == 1 and bias.shape[0] == M, lambda: f"bias: expected shape [{M}], got {tuple(bias.shape)}"
         )
