@@ -176,3 +176,29 @@ def test_a_bias_of_another_dtype_than_the_result_says_which_operand_to_cast() ->
         TypeError, match="bias: expected dtype float32, that of y for W in float16 and x in float32, got float64"
     ):
         st.linear(X, layer("csr", "float16").matrix, torch.zeros(ROWS).double())
+
+
+def test_a_rule_that_matches_other_parameters_names_one_and_its_layer() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 32), torch.nn.Linear(32, 32), torch.nn.MultiheadAttention(32, 4))
+    for rule, name, kind in (
+        ("re:^0=csr", "0.weight", "Embedding"),
+        ("1.bias=csr", "1.bias", "Linear"),
+        ("re:out_proj.weight=csr", "2.out_proj.weight", "NonDynamicallyQuantizableLinear"),
+    ):
+        text = rf"; {name} is a parameter of {kind}, and only weights of torch\.nn\.Linear layers.* become sparse$"
+        with pytest.raises(UsageError, match=text):
+            st.sparsify(model, rule)
+    st.sparsify(model, "1.weight=csr")
+    with pytest.raises(UsageError, match=r"matches none of 0 tensors; 1\.weight is sparse already"):
+        st.sparsify(model, "1.weight=bitmask")
+    with pytest.raises(UsageError, match=r"rule 'nothing' matches none of 0 tensors$"):
+        st.sparsify(model, "nothing=csr")
+
+
+def test_a_dense_weight_is_not_assigned() -> None:
+    m = layer("csr", "float32")
+    for weight in (torch.nn.Parameter(m.weight), m.weight):
+        with pytest.raises(UsageError, match=r"weight of a sparse layer is not assigned: .*fill\(matrix\).*densify"):
+            m.weight = weight
+    m.bias = torch.nn.Parameter(torch.zeros(ROWS))
+    assert torch.equal(m(X), X @ m.weight.T)

@@ -46,7 +46,8 @@ def require_match(flag: str, pattern: str, names: list[str]) -> None:
             literally = any(pattern in name for name in names)
             part = pattern if re.fullmatch(r"[\w.-]*", pattern) else re.escape(pattern)  # a lone "[" is no expression
             fix = f"; a pattern is of the whole name: {around!r}" + (f", or 're:{part}'" if literally else "")
-        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..){fix}")
+        some = f" ({', '.join(names[:3])}, ..)" if names else ""
+        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors{some}{fix}")
 
 
 def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:

@@ -251,7 +251,7 @@ class Unfilled(SparseLinear):
     Other modules may draw random numbers for its weight, which are not used, or look at its dtype.
     """
 
-    @property
+    @property  # type: ignore[misc]  # read only until it is filled
     def weight(self) -> torch.Tensor:
         """The weight on the meta device, as nothing is known of it yet."""
         return torch.empty(self.description.shape, dtype=self.dtype, device="meta")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
+from ..checkpoint.recipe import KEEP, Recipe, Rule, matcher, require_match
 from ..errors import SpformatError, UsageError
 from .conversion import computes_the_weight, convert_by, current_weight, recipe
 from .module import SparseLinear
@@ -39,7 +39,10 @@ def sparsify(
     patterns = [("rule", rule.pattern) for rule in r.rules]
     patterns += [("include", p) for p in r.include] + [("exclude", p) for p in r.exclude]
     for flag, pattern in patterns:
-        require_match(flag, pattern, weights)
+        try:
+            require_match(flag, pattern, weights)
+        except UsageError as e:
+            raise UsageError(f"{e.message}{_other_parameter(model, pattern)}") from None
     new: dict[tuple[int, str], SparseLinear] = {}
     names: dict[str, SparseLinear] = {}
     for (name, layer), weight in zip(layers.items(), weights, strict=True):
@@ -103,6 +106,22 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 def linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
     """(name, layer) of every layer that ``is_linear``, under every name that it has."""
     return ((name, m) for name, m in model.named_modules(remove_duplicate=False) if is_linear(m))
+
+
+def _other_parameter(model: torch.nn.Module, pattern: str) -> str:
+    """What an error adds where a pattern matches no weight of a linear layer, but a parameter of another layer."""
+    matches = matcher(pattern).search
+    for name, module in model.named_modules():
+        dot = f"{name}." if name else ""
+        if isinstance(module, SparseLinear) and matches(f"{dot}weight"):
+            return f"; {dot}weight is sparse already"
+        other = next((leaf for leaf in module._parameters if matches(dot + leaf)), None)
+        if other is not None:
+            return (
+                f"; {dot}{other} is a parameter of {type(module).__name__}, and only weights of torch.nn.Linear "
+                "layers, with the forward of that class, become sparse"
+            )
+    return ""
 
 
 def is_linear(module: torch.nn.Module) -> bool:

@@ -26,6 +26,10 @@ _autocast_is_on = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _HELD = ("_text", "_names", "_values_name", "is_frozen")
 """Attributes that say which tensors a layer holds."""
+_ASSIGNED = (
+    "the dense weight of a sparse layer is not assigned: use layer.fill(matrix) with a matrix of the same format and "
+    "shape, or spformat.torch.densify(model) first"
+)
 _transformation, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
@@ -223,6 +227,16 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         if values.is_meta:
             return torch.empty(self.description.shape, dtype=values.dtype, device="meta")
         return array_to_torch(self.matrix.to_dense())
+
+    @weight.setter
+    def weight(self, _: Any) -> None:
+        raise UsageError(_ASSIGNED)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As of torch; a parameter that is assigned as ``weight`` is refused: UsageError."""
+        if name == "weight":
+            raise UsageError(_ASSIGNED)
+        super().register_parameter(name, param)
 
     @property
     def _values(self) -> torch.Tensor:
