@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +89,52 @@ def test_accelerate_saves_as_its_documentation_says(tmp_path: Path) -> None:
         state_dict=accelerator.get_state_dict(model), distributed_checkpoint=False,
     )  # fmt: skip
     assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+# ------------------------------------------------------------------ models that are not plain ones of transformers
+
+
+def test_code_of_a_model_of_its_own_goes_into_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "modeling_tiny.py").write_text(
+        "import torch\nfrom transformers import PreTrainedModel, PretrainedConfig\n"
+        "class Config(PretrainedConfig):\n    model_type = 'tiny'\n"
+        "class Tiny(PreTrainedModel):\n    config_class = Config\n"
+        "    def __init__(self, config):\n        super().__init__(config)\n"
+        "        self.up = torch.nn.Linear(32, 32)\n        self.post_init()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    tiny = importlib.import_module("modeling_tiny")
+    tiny.Config.register_for_auto_class()
+    tiny.Tiny.register_for_auto_class("AutoModel")
+    model = tiny.Tiny(tiny.Config())
+    hf.sparsify(model, "up.weight=csr")
+    model.save_pretrained(tmp_path / "packed")
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config["auto_map"] == {"AutoConfig": "modeling_tiny.Config", "AutoModel": "modeling_tiny.Tiny"}
+    assert (tmp_path / "packed" / "modeling_tiny.py").read_text() == (tmp_path / "modeling_tiny.py").read_text()
+
+
+def test_a_model_of_fsdp_is_saved_from_the_state_dict_that_is_gathered(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = sparse()
+    expected = logits(model)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for part in (*model.model.layers, model):
+            fully_shard(part, mesh=mesh)
+        with pytest.raises(
+            sf.errors.UsageError, match=r"is divided between processes: give state_dict=, as .*get_state_"
+        ):
+            model.save_pretrained(tmp_path / "packed")
+        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        model.save_pretrained(tmp_path / "packed", state_dict=state)
+    finally:
+        model = part = state = None
+        gc.collect()
+        torch.distributed.destroy_process_group()
+    assert torch.equal(logits(load(tmp_path / "packed")), expected)
+    assert json.loads((tmp_path / "packed" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]

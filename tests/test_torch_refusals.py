@@ -200,5 +200,7 @@ def test_a_dense_weight_is_not_assigned() -> None:
     for weight in (torch.nn.Parameter(m.weight), m.weight):
         with pytest.raises(UsageError, match=r"weight of a sparse layer is not assigned: .*fill\(matrix\).*densify"):
             m.weight = weight
+    with pytest.raises(UsageError, match=r"weight of a sparse layer is not assigned"):
+        torch.nn.utils.prune.l1_unstructured(m, "weight", 0.5)
     m.bias = torch.nn.Parameter(torch.zeros(ROWS))
     assert torch.equal(m(X), X @ m.weight.T)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.modeling_utils import PreTrainedModel, remove_tied_weights_from_state_dict
 from transformers.utils.hub import convert_file_size_to_int
 
@@ -146,7 +147,9 @@ def save_pretrained(
     make_folder(folder)
     tensors = tensors_of(model, state_dict)
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__]
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch's fully_shard gives it that name
+    if model._auto_class is not None:
+        custom_object_save(model, folder, config=model.config)  # the file of its class, and where that is
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -197,6 +200,12 @@ def tensors_of(model: Any, given: Mapping[str, torch.Tensor] | None = None) -> d
         _require_all({name for name in everything if name not in ignored} | buffers, given, model)
         everything = given
     state = {name: t for name, t in everything.items() if name not in ignored}
+    divided = next((name for name, t in state.items() if hasattr(t, "full_tensor")), None)  # a DTensor
+    if divided is not None:
+        raise UsageError(
+            "this tensor is divided between processes: give state_dict=, as accelerator.get_state_dict(model) or "
+            "torch's get_model_state_dict gather it on all of them", tensor=divided,
+        )  # fmt: skip
     state = remove_tied_weights_from_state_dict(state, model)
     # Stand-ins for the sparse weights, so that transformers gives them their names in the checkpoint.
     stand_ins = {

@@ -233,8 +233,8 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         raise UsageError(_ASSIGNED)
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """As of torch; a parameter that is assigned as ``weight`` is refused: UsageError."""
-        if name == "weight":
+        """As of torch; one that is assigned as ``weight``, or that ``torch.nn.utils.prune`` makes of it, is refused."""
+        if name in ("weight", "weight_orig"):
             raise UsageError(_ASSIGNED)
         super().register_parameter(name, param)
 
