@@ -14,6 +14,7 @@ from torch_layers import DEPTH, ROWS, layer, tokens, weights  # noqa: E402
 
 import spformat as sf  # noqa: E402
 import spformat.torch as st  # noqa: E402
+from spformat.checkpoint import Rule  # noqa: E402
 from spformat.errors import UsageError  # noqa: E402
 
 OPS = torch.ops.spformat
@@ -156,6 +157,26 @@ def test_what_is_no_tensor_is_refused_by_a_layer() -> None:
             UsageError, match=r"^x: expected a dense tensor, got torch\.sparse_\w+: give x\.to_dense\(\)"
         ):
             M(other)
+        with pytest.raises(UsageError, match=r"^x: expected a dense tensor"):
+            st.linear(other, M.matrix)
+        with pytest.raises(
+            UsageError, match=r"^B: expected a dense tensor, got torch\.sparse_\w+: give B\.to_dense\(\)"
+        ):
+            st.spmm(M.matrix, other.mT)
+    for bias in (torch.zeros(ROWS).numpy(), [0.0] * ROWS):
+        with pytest.raises(TypeError, match=r"^bias: expected a torch tensor, got \S+$"):
+            st.linear(X, M.matrix, bias)
+
+
+def test_what_is_no_format_is_refused() -> None:
+    linear = torch.nn.Linear(32, 32)
+    for wrong in (None, 5, sf.CSR):
+        with pytest.raises(UsageError, match=r'expected the name of a format, as in "bsr:blocksize=16x16", got '):
+            st.SparseLinear.from_linear(linear, wrong)
+        with pytest.raises(UsageError, match=r'expected the name of a format, as in "bsr:blocksize=16x16", got '):
+            Rule("re:proj", wrong)
+    with pytest.raises(UsageError, match="pattern: expected a text, got None"):
+        Rule(None, "csr")
 
 
 def test_a_bias_of_another_dtype_than_the_result_says_which_operand_to_cast() -> None:

@@ -27,6 +27,8 @@ def matcher(pattern: str) -> re.Pattern[str]:
 
     Both are for ``search``.
     """
+    if not isinstance(pattern, str):
+        raise UsageError(f"pattern: expected a text, got {pattern!r:.80}")
     try:
         if pattern.startswith("re:"):
             return re.compile(pattern[3:])
@@ -64,6 +66,8 @@ def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
 
 def check_target(target: str) -> str:
     """``target`` if it is "auto", "keep", "fastest" or a format with legal params; else UsageError."""
+    if not isinstance(target, str):
+        raise UsageError(f'expected the name of a format, as in "bsr:blocksize=16x16", got {target!r:.80}')
     if is_fastest(target):
         Fastest.parse(target)
     elif target not in (AUTO, KEEP):

@@ -157,7 +157,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
                 if weight is None or not weight.is_current(self._tensors()):
                     weight = self._validated()
                 return weight.linear(x, bias)
-            require_dense(x)
+            require_dense("x", x)
             return torch.ops.spformat.linear(x, self._tensors(), bias, self._text, False)
         return torch.ops.spformat.linear(x, [getattr(self, name) for name in self._names], self.bias, self._text, False)
 

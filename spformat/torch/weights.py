@@ -218,12 +218,12 @@ class Product:
         kept[key] = value
 
 
-def require_dense(x: Any) -> None:
-    """TypeError for an x that is no tensor, of which torch prints all of the contents; UsageError for a sparse one."""
+def require_dense(name: str, x: Any, fix: str = "") -> None:
+    """TypeError for an operand that is no tensor, of which torch prints all contents; UsageError for a sparse one."""
     if not torch.overrides.is_tensor_like(x):
-        raise TypeError(f"x: expected a torch tensor, got {type(x).__module__}.{type(x).__name__}")
+        raise TypeError(f"{name}: expected a torch tensor, got {type(x).__module__}.{type(x).__name__}{fix}")
     if isinstance(x, torch.Tensor) and x.layout in SPARSE:
-        raise UsageError(f"x: expected a dense tensor, got {x.layout}: give x.to_dense()")
+        raise UsageError(f"{name}: expected a dense tensor, got {x.layout}: give {name}.to_dense()")
 
 
 def with_lines(x: torch.Tensor) -> torch.Tensor:
