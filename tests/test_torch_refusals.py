@@ -225,3 +225,15 @@ def test_a_dense_weight_is_not_assigned() -> None:
         torch.nn.utils.prune.l1_unstructured(m, "weight", 0.5)
     m.bias = torch.nn.Parameter(torch.zeros(ROWS))
     assert torch.equal(m(X), X @ m.weight.T)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    state = torch.nn.Linear(32, 32).state_dict()
+    calls: list[Any] = [
+        lambda x: st.sparsify(x, "*=csr"), st.densify, st.freeze, st.fuse_projections,
+        lambda x: st.load_into(x, torch.nn.Linear(32, 32)),
+    ]  # fmt: skip
+    for call in calls:
+        for other, got in ((state, "collections.OrderedDict"), (None, "builtins.NoneType"), ("./model", "builtins.str")):
+            with pytest.raises(UsageError, match=rf"^model: expected a torch\.nn\.Module, got {got}$"):
+                call(other)

@@ -31,6 +31,7 @@ def sparsify(
     Weights are converted where they are. The model is changed only after all of them fit. Raises StructureError with
     the name of the first weight that does not fit, UsageError for a rule that matches no linear layer.
     """
+    require_module(model)
     r = rules if isinstance(rules, Recipe) else recipe(rules, prune=prune, sparsity=sparsity)
     if isinstance(rules, Recipe) and (prune or sparsity is not None):
         raise UsageError("a Recipe has its own prune and sparsity: give them there")
@@ -74,6 +75,7 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
     Raises UsageError for a model that is itself a ``SparseLinear``.
     """
+    require_module(model)
     if isinstance(model, SparseLinear):
         raise UsageError(
             "the model itself is a SparseLinear: give the module that has it, or take layer.weight, the dense weight"
@@ -101,6 +103,13 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
         if isinstance(saving, Saving):
             saving.take_back(module)
     return names
+
+
+def require_module(model: Any) -> None:
+    """UsageError for a model that is none, such as a state dict or a path."""
+    if not isinstance(model, torch.nn.Module):
+        got = f"{type(model).__module__}.{type(model).__name__}"
+        raise UsageError(f"model: expected a torch.nn.Module, got {got}")
 
 
 def linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
