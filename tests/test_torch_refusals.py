@@ -234,6 +234,10 @@ def test_what_is_no_module_is_refused() -> None:
         lambda x: st.load_into(x, torch.nn.Linear(32, 32)),
     ]  # fmt: skip
     for call in calls:
-        for other, got in ((state, "collections.OrderedDict"), (None, "builtins.NoneType"), ("./model", "builtins.str")):
+        for other, got in (
+            (state, "collections.OrderedDict"),
+            (None, "builtins.NoneType"),
+            ("./model", "builtins.str"),
+        ):
             with pytest.raises(UsageError, match=rf"^model: expected a torch\.nn\.Module, got {got}$"):
                 call(other)
