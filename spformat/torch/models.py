@@ -52,6 +52,7 @@ def sparsify(
         target, _ = r.target_of(weight, shape, str(layer.weight.dtype).removeprefix("torch."))
         if target == KEEP:
             continue
+        _require_no_adapter(model, name)
         key = id(layer), target
         if key not in new:
             try:
@@ -103,6 +104,16 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
         if isinstance(saving, Saving):
             saving.take_back(module)
     return names
+
+
+def _require_no_adapter(model: torch.nn.Module, name: str) -> None:
+    """UsageError for a layer below an adapter of PEFT, which merges by adding to ``weight``: that would be lost."""
+    holder, _, leaf = name.rpartition(".")
+    if leaf == "base_layer" and type(model.get_submodule(holder)).__module__.startswith("peft."):
+        raise UsageError(
+            "this layer has an adapter of PEFT, which would not know that the weight is sparse: sparsify the model "
+            "first, and then add or load the adapter by spformat.hf.with_sparse_layers", tensor=f"{name}.weight",
+        )  # fmt: skip
 
 
 def require_module(model: Any) -> None:
