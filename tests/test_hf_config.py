@@ -94,3 +94,15 @@ def test_a_config_that_was_changed_and_saved_alone_loads(packed: Path, tmp_path:
     assert not model.config.use_cache
     model.config.save_pretrained(tmp_path / "packed")
     assert torch.equal(logits(load(tmp_path / "packed")), logits(load(packed)))
+
+
+def test_another_number_of_labels_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=64, **sizes))
+    hf.sparsify(model, "re:weight$=csr")
+    model.save_pretrained(tmp_path)
+    text = r"'classifier\.weight': expected shape \[5, 32\], .*got \[2, 32\]: .*--exclude.*ignore_mismatched_sizes"
+    with pytest.raises(sf.errors.UsageError, match=text):
+        transformers.AutoModelForSequenceClassification.from_pretrained(
+            tmp_path, num_labels=5, ignore_mismatched_sizes=True
+        )
