@@ -138,3 +138,34 @@ def test_a_model_of_fsdp_is_saved_from_the_state_dict_that_is_gathered(tmp_path:
         torch.distributed.destroy_process_group()
     assert torch.equal(logits(load(tmp_path / "packed")), expected)
     assert json.loads((tmp_path / "packed" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+# ------------------------------------------------------------------ what cannot be saved
+
+
+def test_a_generation_config_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    model = sparse()
+    model.save_pretrained(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    model.config.use_cache = False
+    model.generation_config.temperature = 0.5  # without do_sample
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        model.save_pretrained(tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_size_of_shards_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(sf.errors.UsageError, match=r"max_shard_size: expected bytes as an int or a text .*got 1\.5"):
+        sparse().save_pretrained(tmp_path / "x", max_shard_size=1.5)
+
+
+def test_without_overwrite_an_earlier_model_stays_as_it_is(tmp_path: Path) -> None:
+    model = sparse()
+    model.save_pretrained(tmp_path / "packed")
+    llama().save_pretrained(tmp_path / "dense")
+    model.config.use_cache = False
+    for folder in (tmp_path / "packed", tmp_path / "dense"):
+        before = {file.name: file.read_bytes() for file in folder.iterdir()}
+        with pytest.raises(sf.errors.OutputError, match=r"already; use overwrite=True"):
+            model.save_pretrained(folder, overwrite=False)
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == before

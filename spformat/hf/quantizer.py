@@ -319,8 +319,8 @@ class Names:
         if tuple(layer.weight.shape) != record.shape:
             expected, got = list(layer.weight.shape), list(record.shape)
             raise UsageError(
-                f"expected shape {expected}, as the config says, got {got}: give the sizes of the checkpoint, or convert "
-                "with --exclude, so that transformers may draw this tensor anew (ignore_mismatched_sizes=True)",
+                f"expected shape {expected}, as the config says, got {got}: give the sizes of the checkpoint, or "
+                "convert with --exclude, so that transformers may draw this tensor anew (ignore_mismatched_sizes=True)",
                 path=path, tensor=name,
             )  # fmt: skip
         return str(layer_name)

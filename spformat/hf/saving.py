@@ -15,7 +15,7 @@ from transformers.utils.hub import convert_file_size_to_int
 
 from ..checkpoint.folder import make as make_folder
 from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
-from ..checkpoint.packing import write_packed
+from ..checkpoint.packing import require_no_checkpoint, write_packed
 from ..errors import OutputError, SpformatError, UsageError
 from ..formats.base import Format
 from ..storage.files import Path
@@ -137,7 +137,7 @@ def save_pretrained(
         )
     try:
         shard = SHARD if max_shard_size is None else convert_file_size_to_int(max_shard_size)
-    except ValueError as e:
+    except (ValueError, AttributeError) as e:
         raise UsageError(
             f"max_shard_size: expected bytes as an int or a text like '5GB', got {max_shard_size!r}"
         ) from e
@@ -145,14 +145,16 @@ def save_pretrained(
         return
     folder = os.fspath(save_directory)
     make_folder(folder)
+    if not overwrite:
+        require_no_checkpoint(folder)  # before its config is written over
     tensors = tensors_of(model, state_dict)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)  # refuses some: before anything else is written
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch's fully_shard gives it that name
     if model._auto_class is not None:
         custom_object_save(model, folder, config=model.config)  # the file of its class, and where that is
     model.config.save_pretrained(folder)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
     path = os.path.join(folder, CONFIG)
     with open(path, "rb") as f:
         config = config_for(f.read(), TRANSFORMERS, path)
