@@ -143,15 +143,34 @@ def test_a_model_of_fsdp_is_saved_from_the_state_dict_that_is_gathered(tmp_path:
 # ------------------------------------------------------------------ what cannot be saved
 
 
-def test_a_generation_config_that_is_refused_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
-    model = sparse()
-    model.save_pretrained(tmp_path)
+def test_configs_that_are_refused_leave_the_folder_as_it_was(tmp_path: Path) -> None:
+    sparse().save_pretrained(tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    model.config.use_cache = False
+
+    def is_refused(model: Any, error: type[Exception], text: str) -> None:
+        model.config.use_cache = False
+        with pytest.raises(error, match=text):
+            model.save_pretrained(tmp_path)
+        assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+    model = sparse()
     model.generation_config.temperature = 0.5  # without do_sample
-    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+    is_refused(model, ValueError, "GenerationConfig is invalid")
+    model = sparse()
+    model.config.note = object()
+    is_refused(model, TypeError, "not JSON serializable")
+    model = sparse()
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    is_refused(model, sf.errors.UsageError, "the model is quantized by 'gptq', too.*del model.config")
+
+
+def test_a_layer_whose_arrays_are_damaged_is_named(tmp_path: Path) -> None:
+    model = sparse()
+    model.model.layers[1].mlp.up_proj.weight_data[0] = 0
+    with pytest.raises(
+        sf.errors.PatternError, match=r"^tensor 'model\.layers\.1\.mlp\.up_proj\.weight': bitmask: data"
+    ):
         model.save_pretrained(tmp_path)
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_a_size_of_shards_that_is_no_whole_number_is_refused(tmp_path: Path) -> None:

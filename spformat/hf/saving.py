@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,19 +148,36 @@ def save_pretrained(
     make_folder(folder)
     if not overwrite:
         require_no_checkpoint(folder)  # before its config is written over
-    tensors = tensors_of(model, state_dict)
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)  # refuses some: before anything else is written
+    tensors, others = tensors_of(model, state_dict), _files_beside(model)
+    for name, data in others.items():
+        publish(os.path.join(folder, name), data, overwrite=True)
+    write_packed(folder, tensors, shard, overwrite, PACKED_INDEX)
+
+
+def _files_beside(model: Any) -> dict[str, bytes]:
+    """What transformers writes beside the weights: the configs, and the code of a class of its own.
+
+    transformers writes them in place, and an error would leave half of them over those of an earlier model.
+    """
+    method = _method(model.config)
+    if method not in (None, METHOD):
+        raise UsageError(
+            f"model.config.quantization_config: the model is quantized by {method!r}, too, and transformers takes one "
+            "method: if its other weights are ordinary dense ones by now, del model.config.quantization_config"
+        )
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]  # torch's fully_shard gives it that name
-    if model._auto_class is not None:
-        custom_object_save(model, folder, config=model.config)  # the file of its class, and where that is
-    model.config.save_pretrained(folder)
-    path = os.path.join(folder, CONFIG)
-    with open(path, "rb") as f:
-        config = config_for(f.read(), TRANSFORMERS, path)
-    publish(path, config, overwrite=True)
-    write_packed(folder, tensors, shard, overwrite, PACKED_INDEX)
+    with tempfile.TemporaryDirectory() as folder:
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        if model._auto_class is not None:
+            custom_object_save(model, folder, config=model.config)
+        model.config.save_pretrained(folder)
+        files = {}
+        for name in sorted(os.listdir(folder)):
+            with open(os.path.join(folder, name), "rb") as f:
+                files[name] = f.read()
+    return files | {CONFIG: config_for(files[CONFIG], TRANSFORMERS)}
 
 
 def _unwrapped(model: Any) -> Any:
@@ -219,7 +237,7 @@ def tensors_of(model: Any, given: Mapping[str, torch.Tensor] | None = None) -> d
     for name, t in named.items():
         if id(t) in weight_of:
             own_name, layer = weight_of[id(t)]
-            tensors[name] = layer.matrix if given is None else _matrix_of(layer, own_name, given)
+            tensors[name] = _matrix_of(layer, own_name, given)
         elif t.is_meta:
             raise UsageError(
                 "a tensor on the meta device has no contents to save, or is joined of sparse ones", tensor=name
@@ -241,10 +259,12 @@ def _require_all(names: set[str], given: Mapping[str, torch.Tensor], model: Any)
         )
 
 
-def _matrix_of(layer: SparseLinear, name: str, given: Mapping[str, torch.Tensor]) -> Format:
-    """The weight of a layer as a state dict has it, validated."""
-    tensors = [given[f"{name}.{c.attribute}"].detach().contiguous() for c in layer.description.components]
+def _matrix_of(layer: SparseLinear, name: str, given: Mapping[str, torch.Tensor] | None) -> Format:
+    """The weight of a layer, or what a state dict has in its place, validated."""
     try:
+        if given is None:
+            return layer.matrix
+        tensors = [given[f"{name}.{c.attribute}"].detach().contiguous() for c in layer.description.components]
         return layer.description.matrix(tensors).validate()
     except SpformatError as e:
         raise e.at(tensor=f"{name}.weight") from None
