@@ -15,6 +15,7 @@ from ..checkpoint.recipe import KEEP, Recipe, Rule, matcher, require_match
 from ..errors import SpformatError, UsageError
 from .conversion import computes_the_weight, convert_by, current_weight, recipe
 from .module import SparseLinear
+from .states import PLAIN_SAVING
 
 
 def sparsify(
@@ -224,7 +225,4 @@ def untie(model: Any) -> None:
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    raise UsageError(
-        "save_pretrained of transformers would write a folder that loads with random numbers in the place of sparse "
-        "weights: import spformat.hf, and call spformat.hf.save_pretrained(model, folder)"
-    )
+    raise UsageError(PLAIN_SAVING)

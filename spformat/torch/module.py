@@ -19,7 +19,7 @@ from ..storage.descriptor import Record
 from . import operators  # noqa: F401 - registers spformat::linear
 from .conversion import cast, converted, current_weight, some_become_zero
 from .description import Description, empty_tensors, parse
-from .states import describe, require_fit, rounded
+from .states import describe, refuse_in_plain_saving, require_fit, rounded
 from .weights import Weight, forget, keep, name_of, require_dense, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
@@ -291,6 +291,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         return dict(zip((c.attribute for c in self.description.components), tensors, strict=True))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        refuse_in_plain_saving()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         describe(destination, prefix, self.description)
         if self.is_frozen and not isinstance(destination, WithoutWeights):
