@@ -185,6 +185,10 @@ class Projection(SparseLinear):
         whole: Format = self._fused.matrix
         return row_range(whole, self.first_row, self.first_row + self.out_features)
 
+    def _traced_weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self._fused._traced_weight()
+        return weight[self.first_row : self.first_row + self.out_features]
+
     @property
     def bias(self) -> torch.Tensor | None:
         """The bias of this layer, a view; None if there is none."""

@@ -220,9 +220,15 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
             weight = self._validated()
         return weight.matrix
 
+    def _traced_weight(self) -> torch.Tensor:
+        """The dense weight in a graph."""
+        return torch.ops.spformat.dense([getattr(self, name) for name in self._names], self._text)
+
     @property
     def weight(self) -> torch.Tensor:
         """The dense weight [out_features, in_features], a new tensor at every access."""
+        if torch.compiler.is_compiling():
+            return self._traced_weight()
         values = self._values
         if values.is_meta:
             return torch.empty(self.description.shape, dtype=values.dtype, device="meta")
