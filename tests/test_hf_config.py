@@ -106,3 +106,19 @@ def test_another_number_of_labels_is_refused_with_what_to_do(tmp_path: Path) -> 
         transformers.AutoModelForSequenceClassification.from_pretrained(
             tmp_path, num_labels=5, ignore_mismatched_sizes=True
         )
+
+
+def test_a_loaded_model_is_cast_by_half_and_float(packed: Path, tmp_path: Path) -> None:
+    """transformers refuses both for quantized models, whose values no dtype describes; those of sparse weights do."""
+    model = load(packed)
+    expected = logits(model)
+    half = copy.deepcopy(model).half()
+    assert {t.dtype for t in half.state_dict().values() if t.is_floating_point()} == {torch.float16}
+    assert model.dtype is torch.float32
+    half.save_pretrained(tmp_path / "half")
+    assert load(tmp_path / "half").dtype is torch.float16
+    assert half.float().dtype is torch.float32
+    assert torch.allclose(logits(half), expected, atol=1e-2)
+    dense = model.dequantize()
+    assert not {"half", "float", "dequantize", "save_pretrained"} & vars(dense).keys()
+    assert dense.half().dtype is torch.float16

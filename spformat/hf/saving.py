@@ -37,6 +37,9 @@ SHARD = 5 * 10**9
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """dtypes of values that are cast to the dtype of the model, as transformers casts dense weights."""
 
+CASTS = ("half", "float")
+"""Methods that transformers refuses for models that it takes for quantized ones; ``to(dtype)`` it does not."""
+
 
 def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str, SparseLinear]:
     """``spformat.torch.sparsify`` of a model of transformers, whose ``save_pretrained`` then writes a packed folder."""
@@ -46,7 +49,7 @@ def sparsify(model: Any, rules: str | Sequence[str], **options: Any) -> dict[str
 
 
 def save_itself(model: Any) -> None:
-    """Give a model ``save_pretrained`` and ``dequantize`` that know sparse layers, in place of those of its class.
+    """Give a model ``save_pretrained``, ``dequantize`` and casts that know sparse layers, not those of its class.
 
     So do the models of transformers inside it, an encoder or a language model: a part is saved like the whole.
     """
@@ -55,6 +58,8 @@ def save_itself(model: Any) -> None:
             models.untie(part)
             part.save_pretrained = Saving(save_pretrained, part)
             part.dequantize = functools.partial(dequantize, part)
+            for name in CASTS:
+                setattr(part, name, functools.partial(getattr(torch.nn.Module, name), part))
 
 
 class Saving(models.Saving):
@@ -63,7 +68,8 @@ class Saving(models.Saving):
     def take_back(self, model: Any) -> None:
         """Let the model be one of transformers that is not quantized."""
         super().take_back(model)
-        vars(model).pop("dequantize", None)
+        for name in ("dequantize", *CASTS):
+            vars(model).pop(name, None)
         if _method(getattr(model, "hf_quantizer", None)) == METHOD:
             model.hf_quantizer.remove_quantization_config(model)
         _take_settings(model.config)
