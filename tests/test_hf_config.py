@@ -94,6 +94,7 @@ def test_a_config_that_was_changed_and_saved_alone_loads(packed: Path, tmp_path:
     assert not model.config.use_cache
     model.config.save_pretrained(tmp_path / "packed")
     assert torch.equal(logits(load(tmp_path / "packed")), logits(load(packed)))
+    assert torch.equal(logits(load(tmp_path, subfolder="packed")), logits(load(packed)))
 
 
 def test_another_number_of_labels_is_refused_with_what_to_do(tmp_path: Path) -> None:

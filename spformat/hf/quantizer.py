@@ -21,7 +21,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
+from ..checkpoint.layouts import CONFIG, GUARD, METHOD, PACKED_INDEX
 from ..errors import SpformatError, UsageError
 from ..formats.base import Format
 from ..formats.dense import Dense
@@ -333,7 +333,8 @@ def dtype_of(name: str, dtype: torch.dtype, model: Any) -> torch.dtype:
 
 
 def _may_have_index(folder: str) -> bool:
-    return not os.path.isdir(folder) or os.path.isfile(os.path.join(folder, PACKED_INDEX))
+    """False for a folder of a model without the index; models of the hub and subfolders are not looked at."""
+    return not os.path.isfile(os.path.join(folder, CONFIG)) or os.path.isfile(os.path.join(folder, PACKED_INDEX))
 
 
 def _alternatives(names: set[str]) -> str:

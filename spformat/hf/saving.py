@@ -36,8 +36,7 @@ SHARD = 5 * 10**9
 """Bytes of a file, unless a single tensor has more."""
 CAST = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """dtypes of values that are cast to the dtype of the model, as transformers casts dense weights."""
-
-CASTS = ("half", "float")
+REFUSED_CASTS = ("half", "float")
 """Methods that transformers refuses for models that it takes for quantized ones; ``to(dtype)`` it does not."""
 
 
@@ -58,7 +57,7 @@ def save_itself(model: Any) -> None:
             models.untie(part)
             part.save_pretrained = Saving(save_pretrained, part)
             part.dequantize = functools.partial(dequantize, part)
-            for name in CASTS:
+            for name in REFUSED_CASTS:
                 setattr(part, name, functools.partial(getattr(torch.nn.Module, name), part))
 
 
@@ -68,7 +67,7 @@ class Saving(models.Saving):
     def take_back(self, model: Any) -> None:
         """Let the model be one of transformers that is not quantized."""
         super().take_back(model)
-        for name in ("dequantize", *CASTS):
+        for name in ("dequantize", *REFUSED_CASTS):
             vars(model).pop(name, None)
         if _method(getattr(model, "hf_quantizer", None)) == METHOD:
             model.hf_quantizer.remove_quantization_config(model)
