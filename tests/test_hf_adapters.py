@@ -84,3 +84,25 @@ def test_a_model_with_adapters_is_pickled(packed: Path) -> None:
     again = pickle.loads(pickle.dumps(model))
     assert torch.equal(logits(again), logits(model))
     again.add_adapter("another", hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], r=4)))
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft calls it
+def test_a_layer_below_an_adapter_of_peft_does_not_become_sparse() -> None:
+    """Its merge() adds to ``weight``, a new tensor at every access: the adapter was lost without a word."""
+    peft = pytest.importorskip("peft", reason="peft is not installed: pip install peft")
+    model = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    rule = "re:self_attn.*weight$=csr"
+    with pytest.raises(
+        sf.errors.UsageError, match=r"q_proj\.base_layer\.weight': .*adapter of PEFT.*with_sparse_layers"
+    ):
+        spformat.torch.sparsify(model, rule)
+    assert not sparse_layers(model)
+    assert spformat.torch.sparsify(model, r"re:k_proj.weight$=csr")
+    sparse = llama()
+    hf.sparsify(sparse, "re:q_proj.weight$=csr")
+    config = hf.with_sparse_layers(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    again = peft.get_peft_model(sparse, config)
+    spformat.torch.densify(again)
+    assert spformat.torch.sparsify(again, "re:q_proj.base_layer.weight$=csr")  # the adapter knows sparse layers
+    with pytest.raises(sf.errors.UsageError, match="not merged"):
+        again.merge_adapter()

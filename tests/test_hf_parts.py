@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from hf_installed import hf, torch, transformers
 
+import spformat as sf
+import spformat.torch as st
 from spformat.checkpoint.layouts import GUARD
 from spformat.torch import SparseLinear
 
@@ -116,3 +118,32 @@ def test_parts_of_copies_save_themselves(tmp_path: Path) -> None:
             other.model.norm.weight.fill_(2)
         other.model.save_pretrained(tmp_path / str(i))
         assert (transformers.AutoModel.from_pretrained(tmp_path / str(i)).norm.weight == 2).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["a part alone", "a layer by hand"])
+def test_a_model_that_does_not_know_of_its_sparse_layers_is_not_saved_as_noise(
+    how: str, fused: bool, tmp_path: Path
+) -> None:
+    """transformers would write arrays that it does not read again, and draw random numbers for the weights."""
+    model = llama()
+    if how == "a part alone":
+        hf.sparsify(model.model, "re:[qkv]_proj=csr")
+    else:
+        attention = model.model.layers[0].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(attention, name, SparseLinear.from_linear(getattr(attention, name), "csr"))
+    if fused:
+        st.fuse_projections(model)
+    with pytest.raises(
+        sf.errors.UsageError, match=r"import spformat\.hf, and call spformat\.hf\.save_pretrained\(model"
+    ):
+        model.save_pretrained(tmp_path / "whole")
+    assert not list(tmp_path.glob("whole/*.safetensors"))
+    hf.save_pretrained(model, tmp_path / "whole")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    assert count(again) == (6 if how == "a part alone" else 3)
+    assert torch.allclose(output(again), output(model), atol=1e-5)
+    st.densify(model)
+    model.save_pretrained(tmp_path / "dense")
+    assert torch.equal(output(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "dense")), output(model))

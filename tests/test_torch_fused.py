@@ -163,6 +163,27 @@ def test_exported_programs_have_one_product() -> None:
     torch.testing.assert_close(program.module()(x), want, rtol=0, atol=0)
 
 
+class Reads(torch.nn.Module):
+    """Reads the dense weight of a layer of a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, x: Any) -> Any:
+        return self.attention(x) + self.attention.k.weight[:, 0]
+
+
+def test_the_dense_weight_of_a_projection_is_read_in_graphs() -> None:
+    m, x = Reads(), tokens(4, dtype="float32")
+    st.fuse_projections(m)
+    want = m(x)
+    assert isinstance(m.attention.k, Projection)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(m, backend="aot_eager", fullgraph=True)(x), want)
+    assert torch.equal(torch.export.export(m, (x,)).module()(x), want)
+
+
 class Rectified(Attention):
     """Changes a result in place."""
 

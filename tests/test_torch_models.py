@@ -139,7 +139,9 @@ def test_a_recipe_and_single_rules(model: Any) -> None:
 
 def test_nothing_is_pruned_unless_asked(model: Any) -> None:
     torch.nn.init.normal_(model.last.up.weight)
-    with pytest.raises(sf.errors.StructureError, match=r"tensor 'last.up.weight': two-four: .*more than 2 nonzeros"):
+    with pytest.raises(
+        sf.errors.StructureError, match=r"tensor 'last.up.weight': two-four: .*more than 2 nonzeros.*prune=True"
+    ):
         st.sparsify(model, RULES)
     assert formats(model) == {}  # the others stay as they were, too
     dense = model.last.up.weight.clone()

@@ -225,6 +225,40 @@ def test_export_of_arrays_without_elements() -> None:
         assert torch.equal(torch.export.load(file).module()(x), n(x))
 
 
+class Reads(torch.nn.Module):  # type: ignore[misc]
+    """A module that reads the dense weight of its layer: T5 its dtype, others its values."""
+
+    def __init__(self, m: Any, values: bool) -> None:
+        super().__init__()
+        self.m, self.values = m, values
+
+    def forward(self, x: Any) -> Any:
+        y = self.m(x.to(self.m.weight.dtype))
+        return y + self.m.weight[:, 0] if self.values else y
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("fmt", ["two-four", "csr", "sum"])
+def test_a_dense_weight_is_read_in_graphs(fmt: str, values: bool) -> None:
+    m = Reads(st.SparseLinear(a_sum()) if fmt == "sum" else layer(fmt), values)
+    x = tokens(3, dtype="float32")
+    expected = m(x)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(m, fullgraph=True, backend="aot_eager")(x), expected)
+    for strict in (False, True):
+        program = torch.export.export(m, (x,), strict=strict)
+        assert torch.equal(program.module()(x), expected)
+        graph = program.run_decompositions().graph  # without what is not used
+        assert [n.target for n in graph.nodes].count(OPS.dense.default) == values
+
+
+@pytest.mark.parametrize("fmt", [*PARAMS, "sum", "dense"])
+def test_opcheck_of_the_dense_weight(fmt: str) -> None:
+    m = st.SparseLinear(a_sum() if fmt == "sum" else sf.convert(weights(), fmt, **PARAMS.get(fmt, {})))
+    opcheck(OPS.dense.default, arguments(m))
+    assert torch.equal(OPS.dense(*arguments(m)), torch.from_numpy(weights()))
+
+
 def test_fake_tensors_and_traces() -> None:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -14,6 +14,7 @@ from torch_layers import DEPTH, ROWS, layer, tokens, weights  # noqa: E402
 
 import spformat as sf  # noqa: E402
 import spformat.torch as st  # noqa: E402
+from spformat.checkpoint import Rule  # noqa: E402
 from spformat.errors import UsageError  # noqa: E402
 
 OPS = torch.ops.spformat
@@ -145,3 +146,98 @@ def test_a_stack_is_no_weight(tmp_path: Path) -> None:
     sf.save(tmp_path / "experts.safetensors", {"w": stack})
     with sf.safe_open(tmp_path / "experts.safetensors") as f, pytest.raises(UsageError, match="'w': expected a matrix"):
         st.SparseLinear.from_record(f.info("w"))
+
+
+def test_what_is_no_tensor_is_refused_by_a_layer() -> None:
+    for other in (X.numpy(), X.tolist(), None):
+        with pytest.raises(TypeError, match=r"^x: expected a torch tensor, got \S+$"):
+            M(other)
+    for other in (X.to_sparse(), X.to_sparse_csr()):
+        with pytest.raises(
+            UsageError, match=r"^x: expected a dense tensor, got torch\.sparse_\w+: give x\.to_dense\(\)"
+        ):
+            M(other)
+        with pytest.raises(UsageError, match=r"^x: expected a dense tensor"):
+            st.linear(other, M.matrix)
+        with pytest.raises(
+            UsageError, match=r"^B: expected a dense tensor, got torch\.sparse_\w+: give B\.to_dense\(\)"
+        ):
+            st.spmm(M.matrix, other.mT)
+    for bias in (torch.zeros(ROWS).numpy(), [0.0] * ROWS):
+        with pytest.raises(TypeError, match=r"^bias: expected a torch tensor, got \S+$"):
+            st.linear(X, M.matrix, bias)
+
+
+def test_what_is_no_format_is_refused() -> None:
+    linear = torch.nn.Linear(32, 32)
+    for wrong in (None, 5, sf.CSR):
+        with pytest.raises(UsageError, match=r'expected the name of a format, as in "bsr:blocksize=16x16", got '):
+            st.SparseLinear.from_linear(linear, wrong)
+        with pytest.raises(UsageError, match=r'expected the name of a format, as in "bsr:blocksize=16x16", got '):
+            Rule("re:proj", wrong)
+    with pytest.raises(UsageError, match="pattern: expected a text, got None"):
+        Rule(None, "csr")
+
+
+def test_a_bias_of_another_dtype_than_the_result_says_which_operand_to_cast() -> None:
+    m, x = layer("csr", "float16"), X[:2]
+    text = r"x: expected dtype float16, as W and bias have, got float32: use x\.to\(torch\.float16\), or a layer in float32"
+    for f in (m, lambda x: st.linear(x, m.matrix, m.bias)):
+        with pytest.raises(TypeError, match=text):
+            f(x)
+    with pytest.raises(RuntimeError, match=text):
+        torch.compile(m, backend="eager")(x)
+    with pytest.raises(RuntimeError, match=text):
+        m.to("meta")(x.to("meta"))
+    with pytest.raises(
+        TypeError, match="bias: expected dtype float32, that of y for W in float32 and x in float32, got float16"
+    ):
+        st.linear(X, M.matrix, torch.zeros(ROWS).half())
+    with pytest.raises(
+        TypeError, match="bias: expected dtype float32, that of y for W in float16 and x in float32, got float64"
+    ):
+        st.linear(X, layer("csr", "float16").matrix, torch.zeros(ROWS).double())
+
+
+def test_a_rule_that_matches_other_parameters_names_one_and_its_layer() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 32), torch.nn.Linear(32, 32), torch.nn.MultiheadAttention(32, 4))
+    for rule, name, kind in (
+        ("re:^0=csr", "0.weight", "Embedding"),
+        ("1.bias=csr", "1.bias", "Linear"),
+        ("re:out_proj.weight=csr", "2.out_proj.weight", "NonDynamicallyQuantizableLinear"),
+    ):
+        text = rf"; {name} is a parameter of {kind}, and only weights of torch\.nn\.Linear layers.* become sparse$"
+        with pytest.raises(UsageError, match=text):
+            st.sparsify(model, rule)
+    st.sparsify(model, "1.weight=csr")
+    with pytest.raises(UsageError, match=r"matches none of 0 tensors; 1\.weight is sparse already"):
+        st.sparsify(model, "1.weight=bitmask")
+    with pytest.raises(UsageError, match=r"rule 'nothing' matches none of 0 tensors$"):
+        st.sparsify(model, "nothing=csr")
+
+
+def test_a_dense_weight_is_not_assigned() -> None:
+    m = layer("csr", "float32")
+    for weight in (torch.nn.Parameter(m.weight), m.weight):
+        with pytest.raises(UsageError, match=r"weight of a sparse layer is not assigned: .*fill\(matrix\).*densify"):
+            m.weight = weight
+    with pytest.raises(UsageError, match=r"weight of a sparse layer is not assigned"):
+        torch.nn.utils.prune.l1_unstructured(m, "weight", 0.5)
+    m.bias = torch.nn.Parameter(torch.zeros(ROWS))
+    assert torch.equal(m(X), X @ m.weight.T)
+
+
+def test_what_is_no_module_is_refused() -> None:
+    state = torch.nn.Linear(32, 32).state_dict()
+    calls: list[Any] = [
+        lambda x: st.sparsify(x, "*=csr"), st.densify, st.freeze, st.fuse_projections,
+        lambda x: st.load_into(x, torch.nn.Linear(32, 32)),
+    ]  # fmt: skip
+    for call in calls:
+        for other, got in (
+            (state, "collections.OrderedDict"),
+            (None, "builtins.NoneType"),
+            ("./model", "builtins.str"),
+        ):
+            with pytest.raises(UsageError, match=rf"^model: expected a torch\.nn\.Module, got {got}$"):
+                call(other)

@@ -37,9 +37,7 @@ def write_packed(
         there = names_in(where)
         mine = [*names, MANIFEST, *([index] if index else [])]
         if not overwrite:
-            old = next((n for n in (*mine, *superseded(there, mine, True)) if n in there), None)
-            if old is not None:
-                raise OutputError(f"the target holds {old} already; use overwrite=True", path=where)
+            require_no_checkpoint(where)
         # Readers refuse the folder while it has shards of two checkpoints, also if this process is killed meanwhile.
         journal = os.path.join(where, JOURNAL) if any(n in there for n in mine) else ""
         if journal:
@@ -66,6 +64,14 @@ def write_packed(
         if journal:
             remove(journal)
     return tuple(names)
+
+
+def require_no_checkpoint(folder: Path) -> None:
+    """OutputError that names a shard, an index or a manifest of a checkpoint in a folder, if there is one."""
+    where = os.fspath(folder)
+    old = min(superseded(names_in(where), (), True), default=None)
+    if old is not None:
+        raise OutputError(f"the target holds {old} already; use overwrite=True", path=where)
 
 
 def _which(path: str) -> Identity | None:

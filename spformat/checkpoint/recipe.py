@@ -27,6 +27,8 @@ def matcher(pattern: str) -> re.Pattern[str]:
 
     Both are for ``search``.
     """
+    if not isinstance(pattern, str):
+        raise UsageError(f"pattern: expected a text, got {pattern!r:.80}")
     try:
         if pattern.startswith("re:"):
             return re.compile(pattern[3:])
@@ -46,7 +48,8 @@ def require_match(flag: str, pattern: str, names: list[str]) -> None:
             literally = any(pattern in name for name in names)
             part = pattern if re.fullmatch(r"[\w.-]*", pattern) else re.escape(pattern)  # a lone "[" is no expression
             fix = f"; a pattern is of the whole name: {around!r}" + (f", or 're:{part}'" if literally else "")
-        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors ({', '.join(names[:3])}, ..){fix}")
+        some = f" ({', '.join(names[:3])}, ..)" if names else ""
+        raise UsageError(f"{flag} {pattern!r} matches none of {len(names)} tensors{some}{fix}")
 
 
 def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
@@ -63,6 +66,8 @@ def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
 
 def check_target(target: str) -> str:
     """``target`` if it is "auto", "keep", "fastest" or a format with legal params; else UsageError."""
+    if not isinstance(target, str):
+        raise UsageError(f'expected the name of a format, as in "bsr:blocksize=16x16", got {target!r:.80}')
     if is_fastest(target):
         Fastest.parse(target)
     elif target not in (AUTO, KEEP):

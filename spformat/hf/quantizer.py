@@ -9,6 +9,7 @@ the device where transformers has put each layer.
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from ..checkpoint.layouts import GUARD, METHOD, PACKED_INDEX
+from ..checkpoint.layouts import CONFIG, GUARD, METHOD, PACKED_INDEX
 from ..errors import SpformatError, UsageError
 from ..formats.base import Format
 from ..formats.dense import Dense
@@ -68,7 +69,9 @@ class SpformatQuantizer(HfQuantizer):  # type: ignore[misc]
     # ---------------------------------------------------------------- where the files are
 
     def _with_index(self, config: Any) -> Any:
-        if self.pre_quantized and getattr(config, "transformers_weights", None) == GUARD:
+        named = getattr(config, "transformers_weights", None)
+        # transformers leaves the name out when it saves a config alone.
+        if self.pre_quantized and (named == GUARD or (named is None and _may_have_index(config.name_or_path))):
             config.transformers_weights = PACKED_INDEX
         return config
 
@@ -248,7 +251,7 @@ class Unfilled(SparseLinear):
     Other modules may draw random numbers for its weight, which are not used, or look at its dtype.
     """
 
-    @property
+    @property  # type: ignore[misc]  # read only until it is filled
     def weight(self) -> torch.Tensor:
         """The weight on the meta device, as nothing is known of it yet."""
         return torch.empty(self.description.shape, dtype=self.dtype, device="meta")
@@ -315,7 +318,11 @@ class Names:
             )  # fmt: skip
         if tuple(layer.weight.shape) != record.shape:
             expected, got = list(layer.weight.shape), list(record.shape)
-            raise UsageError(f"expected shape {expected}, as the config says, got {got}", path=path, tensor=name)
+            raise UsageError(
+                f"expected shape {expected}, as the config says, got {got}: give the sizes of the checkpoint, or "
+                "convert with --exclude, so that transformers may draw this tensor anew (ignore_mismatched_sizes=True)",
+                path=path, tensor=name,
+            )  # fmt: skip
         return str(layer_name)
 
 
@@ -323,6 +330,11 @@ def dtype_of(name: str, dtype: torch.dtype, model: Any) -> torch.dtype:
     """The dtype that transformers loads a weight in, of a model created in ``dtype``: some stay in float32."""
     kept = model._get_dtype_plan(dtype)
     return next((kept[p] for p in kept if re.search(p.replace("*", ".*"), name)), dtype)
+
+
+def _may_have_index(folder: str) -> bool:
+    """False for a folder of a model without the index; models of the hub and subfolders are not looked at."""
+    return not os.path.isfile(os.path.join(folder, CONFIG)) or os.path.isfile(os.path.join(folder, PACKED_INDEX))
 
 
 def _alternatives(names: set[str]) -> str:

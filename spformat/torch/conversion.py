@@ -16,7 +16,7 @@ from ..checkpoint.fastest import is_fastest, resolved
 from ..checkpoint.recipe import AUTO, KEEP, Recipe, Rule, needs_counts
 from ..checkpoint.tensor_plans import prune as pruned
 from ..checkpoint.tensor_plans import prune_into
-from ..errors import UsageError
+from ..errors import StructureError, UsageError
 from ..formats import parse_spec
 from ..formats.base import Format
 from ..formats.convert import convert
@@ -63,7 +63,12 @@ def convert_by(r: Recipe, weight: torch.Tensor, target: str) -> Format:
     elif is_fastest(target):
         target = resolved(target, x)
     fmt, given = parse_spec(target)
-    return convert(x, fmt, **given)
+    try:
+        return convert(x, fmt, **given)
+    except StructureError as e:
+        if e.fields.get("hint"):  # what prunes elsewhere
+            e.message += "; in spformat.torch give prune=True"
+        raise
 
 
 def current_weight(layer: torch.nn.Module) -> torch.Tensor:

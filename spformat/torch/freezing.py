@@ -14,6 +14,7 @@ from ..arrays.torch_tensors import array_to_torch
 from ..dispatch import api
 from ..errors import UsageError
 from ..formats.base import Format
+from .models import require_module
 from .module import SparseLinear
 
 TOKENS = (1, 64)
@@ -34,6 +35,7 @@ def freeze(model: torch.nn.Module) -> dict[str, SparseLinear]:
 
     Raises UsageError for a model whose sparse layers are not on a GPU, or without such layers.
     """
+    require_module(model)
     layers = {name: m for name, m in model.named_modules() if isinstance(m, SparseLinear) and m.has_buffers}
     if not layers:
         raise UsageError("expected a model with SparseLinear layers, got none: spformat.torch.sparsify or load first")

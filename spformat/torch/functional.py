@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.transposed import Transposed
 from .description import Description
-from .weights import Weight, keep
+from .weights import Weight, keep, require_dense
 
 
 def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -29,6 +29,8 @@ def linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None = 
 @untraced
 def _linear(x: torch.Tensor, W: Format | Transposed, bias: torch.Tensor | None) -> torch.Tensor:
     tensors, text, transposed = _operands("W", W, "x", x)
+    if bias is not None:
+        require_dense("bias", bias)
     return torch.ops.spformat.linear(x, tensors, bias, text, transposed)
 
 
@@ -47,16 +49,14 @@ def _spmm(A: Format | Transposed, B: torch.Tensor) -> torch.Tensor:
 def _operands(name: str, A: Format | Transposed, dense: str, x: torch.Tensor) -> tuple[list[torch.Tensor], str, bool]:
     """(tensors, text, transposed): how operators take a matrix. The tensors are kept with the matrix.
 
-    name, dense: the arguments A and x as the caller's function has them. UsageError for an A that is no matrix,
-    TypeError for an x that is no tensor.
+    name, dense: the arguments A and x as the caller's function has them. UsageError for an A that is no matrix and
+    a sparse x, TypeError for an x that is no tensor.
     """
     matrix = A.matrix if isinstance(A, Transposed) else A
     if not isinstance(matrix, Format):
         fix = f"use spformat.convert({name}, format)"
         raise UsageError(f"{name}: expected a matrix of spformat, got {type(A).__name__}: {fix}")
-    if not isinstance(x, torch.Tensor):
-        got = f"{type(x).__module__}.{type(x).__name__}"
-        raise TypeError(f"{dense}: expected a torch tensor, got {got}; spformat.linear and spformat.spmm take arrays")
+    require_dense(dense, x, "; spformat.linear and spformat.spmm take arrays")
     tensors, text = matrix.kernel_arrays("torch", lambda: _tensors_of(matrix))
     return tensors, text, isinstance(A, Transposed)
 

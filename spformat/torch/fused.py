@@ -28,7 +28,7 @@ from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.vstack import row_range, vstack
 from .module import SparseLinear, WithoutWeights
-from .states import describe
+from .states import describe, refuse_in_plain_saving
 
 _is_compiling, _is_dynamo = torch.compiler.is_compiling, torch.compiler.is_dynamo_compiling
 _autocast_is_on = torch._C._is_any_autocast_enabled
@@ -185,6 +185,10 @@ class Projection(SparseLinear):
         whole: Format = self._fused.matrix
         return row_range(whole, self.first_row, self.first_row + self.out_features)
 
+    def _traced_weight(self) -> torch.Tensor:
+        weight: torch.Tensor = self._fused._traced_weight()
+        return weight[self.first_row : self.first_row + self.out_features]
+
     @property
     def bias(self) -> torch.Tensor | None:
         """The bias of this layer, a view; None if there is none."""
@@ -216,6 +220,7 @@ class Projection(SparseLinear):
         raise UsageError("the weight of a fused projection cannot be replaced: fill the layer, then fuse_projections")
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        refuse_in_plain_saving()
         bias = self.bias
         if bias is not None:
             destination[prefix + "bias"] = bias if keep_vars else bias.detach()

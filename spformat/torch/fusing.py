@@ -15,7 +15,7 @@ from ..checkpoint.recipe import matcher
 from ..errors import UsageError
 from ..formats.vstack import check_vstack
 from .fused import FusedLinear, Projection
-from .models import replace
+from .models import replace, require_module
 from .module import SparseLinear
 from .reading import Call, Reader
 
@@ -41,6 +41,7 @@ def fuse_projections(model: torch.nn.Module, modules: str = "*") -> dict[str, Fu
     only, rows that the format cannot cut (32 for two-four), a layer with a ``forward`` of its own or at several places.
     The model is changed only if all can be.
     """
+    require_module(model)
     pattern = matcher(modules)
     chosen = {name: m for name, m in model.named_modules() if pattern.search(name)}
     if not chosen:

@@ -16,7 +16,7 @@ from ..formats.stack import Stack
 from ..storage.descriptor import Record
 from ..storage.files import Path
 from .conversion import WITHOUT_SHAPE
-from .models import is_linear, refuse_plain_saving, replace
+from .models import is_linear, refuse_plain_saving, replace, require_module
 from .module import SparseLinear
 
 NAMED = 5
@@ -40,6 +40,7 @@ def load_into(model: torch.nn.Module, path: Path, device: Any = None) -> dict[st
     tensors which one side lacks, those that do not fit, and buffers that would stay on the meta device; and the errors
     of ``safe_open``.
     """
+    require_module(model)
     source, places = open_source(path), Places(model)
     problems = places.problems(source)
     if problems:

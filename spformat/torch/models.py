@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..checkpoint.recipe import KEEP, Recipe, Rule, require_match
+from ..checkpoint.recipe import KEEP, Recipe, Rule, matcher, require_match
 from ..errors import SpformatError, UsageError
 from .conversion import computes_the_weight, convert_by, current_weight, recipe
 from .module import SparseLinear
+from .states import PLAIN_SAVING
 
 
 def sparsify(
@@ -31,6 +32,7 @@ def sparsify(
     Weights are converted where they are. The model is changed only after all of them fit. Raises StructureError with
     the name of the first weight that does not fit, UsageError for a rule that matches no linear layer.
     """
+    require_module(model)
     r = rules if isinstance(rules, Recipe) else recipe(rules, prune=prune, sparsity=sparsity)
     if isinstance(rules, Recipe) and (prune or sparsity is not None):
         raise UsageError("a Recipe has its own prune and sparsity: give them there")
@@ -39,7 +41,10 @@ def sparsify(
     patterns = [("rule", rule.pattern) for rule in r.rules]
     patterns += [("include", p) for p in r.include] + [("exclude", p) for p in r.exclude]
     for flag, pattern in patterns:
-        require_match(flag, pattern, weights)
+        try:
+            require_match(flag, pattern, weights)
+        except UsageError as e:
+            raise UsageError(f"{e.message}{_other_parameter(model, pattern)}") from None
     new: dict[tuple[int, str], SparseLinear] = {}
     names: dict[str, SparseLinear] = {}
     for (name, layer), weight in zip(layers.items(), weights, strict=True):
@@ -48,6 +53,7 @@ def sparsify(
         target, _ = r.target_of(weight, shape, str(layer.weight.dtype).removeprefix("torch."))
         if target == KEEP:
             continue
+        _require_no_adapter(model, name)
         key = id(layer), target
         if key not in new:
             try:
@@ -71,6 +77,7 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 
     Raises UsageError for a model that is itself a ``SparseLinear``.
     """
+    require_module(model)
     if isinstance(model, SparseLinear):
         raise UsageError(
             "the model itself is a SparseLinear: give the module that has it, or take layer.weight, the dense weight"
@@ -100,9 +107,42 @@ def densify(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     return names
 
 
+def _require_no_adapter(model: torch.nn.Module, name: str) -> None:
+    """UsageError for a layer below an adapter of PEFT, which merges by adding to ``weight``: that would be lost."""
+    holder, _, leaf = name.rpartition(".")
+    if leaf == "base_layer" and type(model.get_submodule(holder)).__module__.startswith("peft."):
+        raise UsageError(
+            "this layer has an adapter of PEFT, which would not know that the weight is sparse: sparsify the model "
+            "first, and then add or load the adapter by spformat.hf.with_sparse_layers", tensor=f"{name}.weight",
+        )  # fmt: skip
+
+
+def require_module(model: Any) -> None:
+    """UsageError for a model that is none, such as a state dict or a path."""
+    if not isinstance(model, torch.nn.Module):
+        got = f"{type(model).__module__}.{type(model).__name__}"
+        raise UsageError(f"model: expected a torch.nn.Module, got {got}")
+
+
 def linear_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
     """(name, layer) of every layer that ``is_linear``, under every name that it has."""
     return ((name, m) for name, m in model.named_modules(remove_duplicate=False) if is_linear(m))
+
+
+def _other_parameter(model: torch.nn.Module, pattern: str) -> str:
+    """What an error adds where a pattern matches no weight of a linear layer, but a parameter of another layer."""
+    matches = matcher(pattern).search
+    for name, module in model.named_modules():
+        dot = f"{name}." if name else ""
+        if isinstance(module, SparseLinear) and matches(f"{dot}weight"):
+            return f"; {dot}weight is sparse already"
+        other = next((leaf for leaf in module._parameters if matches(dot + leaf)), None)
+        if other is not None:
+            return (
+                f"; {dot}{other} is a parameter of {type(module).__name__}, and only weights of torch.nn.Linear "
+                "layers, with the forward of that class, become sparse"
+            )
+    return ""
 
 
 def is_linear(module: torch.nn.Module) -> bool:
@@ -185,7 +225,4 @@ def untie(model: Any) -> None:
 
 
 def _refused(*_: Any, **__: Any) -> None:
-    raise UsageError(
-        "save_pretrained of transformers would write a folder that loads with random numbers in the place of sparse "
-        "weights: import spformat.hf, and call spformat.hf.save_pretrained(model, folder)"
-    )
+    raise UsageError(PLAIN_SAVING)

@@ -19,13 +19,17 @@ from ..storage.descriptor import Record
 from . import operators  # noqa: F401 - registers spformat::linear
 from .conversion import cast, converted, current_weight, some_become_zero
 from .description import Description, empty_tensors, parse
-from .states import describe, require_fit, rounded
-from .weights import Weight, forget, keep, name_of, weight_of
+from .states import describe, refuse_in_plain_saving, require_fit, rounded
+from .weights import Weight, forget, keep, name_of, require_dense, weight_of
 
 _autocast_is_on = torch._C._is_any_autocast_enabled
 _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 _HELD = ("_text", "_names", "_values_name", "is_frozen")
 """Attributes that say which tensors a layer holds."""
+_ASSIGNED = (
+    "the dense weight of a sparse layer is not assigned: use layer.fill(matrix) with a matrix of the same format and "
+    "shape, or spformat.torch.densify(model) first"
+)
 _transformation, _tracing = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 
 
@@ -153,6 +157,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
                 if weight is None or not weight.is_current(self._tensors()):
                     weight = self._validated()
                 return weight.linear(x, bias)
+            require_dense("x", x)
             return torch.ops.spformat.linear(x, self._tensors(), bias, self._text, False)
         return torch.ops.spformat.linear(x, [getattr(self, name) for name in self._names], self.bias, self._text, False)
 
@@ -215,13 +220,29 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
             weight = self._validated()
         return weight.matrix
 
+    def _traced_weight(self) -> torch.Tensor:
+        """The dense weight in a graph."""
+        return torch.ops.spformat.dense([getattr(self, name) for name in self._names], self._text)
+
     @property
     def weight(self) -> torch.Tensor:
         """The dense weight [out_features, in_features], a new tensor at every access."""
+        if torch.compiler.is_compiling():
+            return self._traced_weight()
         values = self._values
         if values.is_meta:
             return torch.empty(self.description.shape, dtype=values.dtype, device="meta")
         return array_to_torch(self.matrix.to_dense())
+
+    @weight.setter
+    def weight(self, _: Any) -> None:
+        raise UsageError(_ASSIGNED)
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """As of torch; one that is assigned as ``weight``, or that ``torch.nn.utils.prune`` makes of it, is refused."""
+        if name in ("weight", "weight_orig"):
+            raise UsageError(_ASSIGNED)
+        super().register_parameter(name, param)
 
     @property
     def _values(self) -> torch.Tensor:
@@ -276,6 +297,7 @@ class SparseLinear(torch.nn.Module):  # type: ignore[misc]
         return dict(zip((c.attribute for c in self.description.components), tensors, strict=True))
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        refuse_in_plain_saving()
         super()._save_to_state_dict(destination, prefix, keep_vars)
         describe(destination, prefix, self.description)
         if self.is_frozen and not isinstance(destination, WithoutWeights):

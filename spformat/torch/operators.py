@@ -2,10 +2,11 @@
 
     spformat::linear(Tensor x, Tensor[] weight, Tensor? bias, str matrix, bool transposed) -> Tensor    x @ A^T + bias
     spformat::spmm(Tensor[] weight, Tensor B, str matrix, bool transposed) -> Tensor                    A @ B
+    spformat::dense(Tensor[] weight, str matrix) -> Tensor                                              A, dense
 
 ``weight`` and ``matrix`` are the tensors of A and the text of its ``Description``; ``transposed`` stands for A^T. The
-operators are functional and out of place. Each has a counterpart, ``.._backward``, which computes the gradient of the
-dense operand and cannot be differentiated again.
+operators are functional and out of place. Each product has a counterpart, ``.._backward``, which computes the gradient
+of the dense operand and cannot be differentiated again.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from ..arrays.torch_tensors import array_to_torch
 from ..dispatch import api
 from ..errors import UsageError
 from ..products.problem import result_dtype
 from .description import parse
-from .weights import name_of, weight_of, with_lines
+from .weights import name_of, other_dtype, weight_of, with_lines
 
 Tensors = Sequence[torch.Tensor]
 
@@ -46,6 +48,7 @@ LIBRARY.define("linear(Tensor x, Tensor[] weight, Tensor? bias, str matrix, bool
 LIBRARY.define("linear_backward(Tensor grad, Tensor[] weight, str matrix, bool transposed) -> Tensor", tags=TAGS)
 LIBRARY.define("spmm(Tensor[] weight, Tensor B, str matrix, bool transposed) -> Tensor", tags=TAGS)
 LIBRARY.define("spmm_backward(Tensor[] weight, Tensor grad, str matrix, bool transposed) -> Tensor", tags=TAGS)
+LIBRARY.define("dense(Tensor[] weight, str matrix) -> Tensor", tags=TAGS)
 
 DEVICES = ("CPU", "CUDA")
 
@@ -73,11 +76,16 @@ def _spmm_backward(weight: Tensors, grad: torch.Tensor, matrix: str, transposed:
     return _spmm(weight, grad, matrix, not transposed)
 
 
+def _dense(weight: Tensors, matrix: str) -> torch.Tensor:
+    return array_to_torch(weight_of(weight, matrix).matrix.to_dense())
+
+
 for _device in DEVICES:
     LIBRARY.impl("linear", _linear, _device)
     LIBRARY.impl("linear_backward", _linear_backward, _device)
     LIBRARY.impl("spmm", _spmm, _device)
     LIBRARY.impl("spmm_backward", _spmm_backward, _device)
+    LIBRARY.impl("dense", _dense, _device)
 
 
 # ------------------------------------------------------------------ shapes and types, for compilers and the meta device
@@ -112,7 +120,8 @@ def _fake_linear(
     )
     dtype = _result(weight, matrix, x)
     if bias is not None:
-        torch._check(bias.dtype == dtype, lambda: f"bias: expected dtype {dtype}, got {bias.dtype}")
+        other = other_dtype(x.dtype, name_of(weight[parse(matrix).values].dtype), bias.dtype)
+        torch._check(not other, lambda: other)
         torch._check(
             bias.dim() == 1 and bias.shape[0] == M, lambda: f"bias: expected shape [{M}], got {tuple(bias.shape)}"
         )
@@ -138,10 +147,16 @@ def _fake_spmm_backward(weight: Tensors, grad: torch.Tensor, matrix: str, transp
     return grad.new_empty((rows, *grad.shape[1:]), dtype=_result(weight, matrix, grad))
 
 
+def _fake_dense(weight: Tensors, matrix: str) -> torch.Tensor:
+    d = parse(matrix)
+    return weight[d.values].new_empty(d.shape)
+
+
 torch.library.register_fake("spformat::linear", _fake_linear, lib=LIBRARY)
 torch.library.register_fake("spformat::linear_backward", _fake_linear_backward, lib=LIBRARY)
 torch.library.register_fake("spformat::spmm", _fake_spmm, lib=LIBRARY)
 torch.library.register_fake("spformat::spmm_backward", _fake_spmm_backward, lib=LIBRARY)
+torch.library.register_fake("spformat::dense", _fake_dense, lib=LIBRARY)
 
 
 # ------------------------------------------------------------------ gradients

@@ -8,7 +8,10 @@ Plain dicts and files of safetensors have no such place.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +20,10 @@ from ..errors import ArrayError, SpformatError, UsageError
 from .conversion import cast, some_become_zero
 from .description import Description, parse
 
+PLAIN_SAVING = (
+    "save_pretrained of transformers would write a folder that loads with random numbers in the place of sparse "
+    "weights: import spformat.hf, and call spformat.hf.save_pretrained(model, folder)"
+)
 KEY = "matrix"
 """Where the metadata of a module have ``Description.text``."""
 
@@ -26,6 +33,22 @@ def describe(state_dict: Any, prefix: str, description: Description) -> None:
     metadata = getattr(state_dict, "_metadata", None)
     if metadata is not None:
         metadata.setdefault(prefix[:-1], {})[KEY] = description.text
+
+
+def refuse_in_plain_saving() -> None:
+    """UsageError inside of the ``save_pretrained`` of transformers, which was not replaced for the model that it saves.
+
+    A model does not learn that a layer, or a part of it, became sparse by itself. What transformers writes then loads
+    without an error, with random numbers in the place of sparse weights. Adapters alone are saved by it as well.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    plain = getattr(modeling, "PreTrainedModel", None)
+    code = getattr(inspect.unwrap(plain.save_pretrained), "__code__", None) if plain is not None else None
+    frame: FrameType | None = sys._getframe(1) if code is not None else None
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is not None and not getattr(frame.f_locals.get("self"), "_hf_peft_config_loaded", False):
+        raise UsageError(PLAIN_SAVING)
 
 
 def require_fit(

@@ -12,6 +12,7 @@ prepared while a graph is captured belongs to that graph.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..arrays.dtypes import dtype_name
+from ..arrays.dtypes import VALUE_TYPES, dtype_name
 from ..arrays.torch_tensors import TorchStream, array_to_torch, check_operands, torch_to_array
 from ..backends.cuda.runtime.addresses import PERIOD, alignment
 from ..backends.cuda.runtime.launch import Operands
@@ -38,6 +39,8 @@ OPERANDS = 64
 replaced in the launches."""
 MAX_ROWS = 2**31 - 2**16
 """Most rows of x in one call, as kernels count in 32 bits."""
+
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 """torch's current stream of a device, as an int. A torch without CUDA has no such function, and no such call."""
@@ -121,6 +124,9 @@ class Weight:
 
     def _by_arrays(self, x: torch.Tensor, bias: torch.Tensor | None, transposed: bool) -> torch.Tensor:
         A = self.matrix.T if transposed else self.matrix
+        other = "" if bias is None else other_dtype(x.dtype, dtype_name(self.matrix.dtype), bias.dtype)
+        if other:
+            raise TypeError(other)
         y: torch.Tensor
         if not (self._on_device or x.is_cuda or (bias is not None and bias.is_cuda)):
             # FSDP frees gathered parameters by resizing their memory, and what numpy has shared has a fixed size.
@@ -212,6 +218,14 @@ class Product:
         kept[key] = value
 
 
+def require_dense(name: str, x: Any, fix: str = "") -> None:
+    """TypeError for an operand that is no tensor, of which torch prints all contents; UsageError for a sparse one."""
+    if not torch.overrides.is_tensor_like(x):
+        raise TypeError(f"{name}: expected a torch tensor, got {type(x).__module__}.{type(x).__name__}{fix}")
+    if isinstance(x, torch.Tensor) and x.layout in SPARSE:
+        raise UsageError(f"{name}: expected a dense tensor, got {x.layout}: give {name}.to_dense()")
+
+
 def with_lines(x: torch.Tensor) -> torch.Tensor:
     """``x`` [.., K], or a copy in C order where its rows and its columns both have gaps between their elements.
 
@@ -231,3 +245,14 @@ def with_lines(x: torch.Tensor) -> torch.Tensor:
 def name_of(dtype: torch.dtype) -> str:
     """The name of a dtype: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=256)
+def other_dtype(x: torch.dtype, W: str, bias: torch.dtype) -> str:
+    """What an error says where a bias has not the dtype of the result; "" where it has, or x no dtype of values."""
+    given, kept = name_of(x), name_of(bias)
+    if given not in VALUE_TYPES or result_dtype(W, given) == kept:
+        return ""
+    if result_dtype(W, W) == kept:
+        return f"x: expected dtype {W}, as W and bias have, got {given}: use x.to(torch.{W}), or a layer in {given}"
+    return f"bias: expected dtype {result_dtype(W, given)}, that of y for W in {W} and x in {given}, got {kept}"
