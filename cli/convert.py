@@ -137,6 +137,8 @@ def run(
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
     from spformat.checkpoint.matrix_file import is_matrix
     from spformat.checkpoint.remote import staged
+    from spformat.checkpoint.run import check_conversion
+    from spformat.checkpoint.transfers import is_remote, without_scheme
     from spformat.limits import using
 
     if dst == "-":
@@ -148,7 +150,7 @@ def run(
         of_checkpoints = tuple(name for name in _OF_CHECKPOINTS if name != "device")
     if is_matrix(src):
         _refuse(ctx, of_checkpoints, f"checkpoints, and {src} is a matrix file")
-        _refuse_same(src, dst, dry_run)
+        _refuse_same(src, dst)
         from spformat.interop.matrices import read_matrix
 
         a = read_matrix(src, values=values or None, seed=seed, dtype=value_dtype(dtype))
@@ -157,7 +159,7 @@ def run(
         return
     if is_matrix(dst):
         _refuse(ctx, (*_OF_FOLDERS, "seed", "dtype"), f"checkpoints, and {dst} is a matrix file")
-        _refuse_same(src, dst, dry_run)
+        _refuse_same(src, dst)
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
         with staged(src, "") as here, using(sort=sort):
             name, x = _only_matrix(here.source, dst, include, exclude)
@@ -177,7 +179,10 @@ def run(
     }
     with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
         if dry_run:
-            outcomes = plan.foresee(here.source, chosen, as_json, layout)
+            if not is_remote(without_scheme(dst)):
+                target = os.fspath(without_scheme(dst))
+                check_conversion(here.source, target, chosen, several=_is_executor(kind, workers, scheduler), **options)
+            outcomes = plan.foresee(here.source, chosen, as_json, layout, part)
             plan.show(outcomes, as_json, long, console(), dry_run=True)
             raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
         paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
@@ -240,21 +245,30 @@ def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for {what}")
 
 
-def _refuse_same(src: str, dst: str, dry_run: bool) -> None:
+def _refuse_same(src: str, dst: str) -> None:
     """OutputError if DST is SRC: --force is for results, and what a matrix file loses (--values, --dtype) is gone."""
     from spformat.errors import OutputError
     from spformat.storage.files import same_file
 
-    if not dry_run and same_file(src, dst):
+    if same_file(src, dst):
         raise OutputError("input and output are the same file; give DST another name", path=dst)
+
+
+def _is_executor(kind: str, count: int, scheduler: str) -> bool:
+    """Whether there is an executor; UsageError for options that contradict one another."""
+    from spformat.checkpoint.executors import check_kind
+
+    if kind:
+        check_kind(kind, scheduler)
+    elif count:
+        raise typer.BadParameter("--workers needs --executor")
+    return bool(kind)
 
 
 @contextmanager
 def _workers(kind: str, count: int, scheduler: str, paths: tuple[str, ...]) -> Iterator[Any]:
     """Workers of the executor, or None without one."""
-    if not kind:
-        if count:
-            raise typer.BadParameter("--workers needs --executor")
+    if not _is_executor(kind, count, scheduler):
         yield None
         return
     from spformat.checkpoint import open_workers
@@ -317,6 +331,7 @@ def _matrix(
     from spformat.formats.convert import convert
     from spformat.interop.matrix_output import check_matrix, target_of, write_matrix
     from spformat.preprocess.structure import count_nonzeros
+    from spformat.storage.output import check_target
 
     if not is_matrix(dst) and not dst.endswith(".safetensors"):
         raise UsageError(
@@ -332,6 +347,7 @@ def _matrix(
     except (LimitError, StructureError) as e:
         raise e.at(path=src, tensor=name) from None
     if dry_run:
+        check_target(dst, overwrite=force)
         if is_matrix(dst):
             check_matrix(dst, converted, pattern_only=values == "ones")
     elif is_matrix(dst):

@@ -79,14 +79,14 @@ def advise(src: str, outcomes: Any, as_json: bool) -> None:
         hint(conversion_of(src))
 
 
-def foresee(src: str, chosen: Any, silent: bool, layout: str = "neutral") -> Any:
+def foresee(src: str, chosen: Any, silent: bool, layout: str = "neutral", part: str = "") -> Any:
     """The outcomes that a conversion would have."""
+    from spformat.checkpoint import Part, bytes_to_convert
     from spformat.checkpoint.foresee import foresee_checkpoint
-    from spformat.checkpoint.source import open_source
 
-    total = sum(size for _, _, size in open_source(src).records.values())
-    with progress(total, "read", silent) as step:
-        return foresee_checkpoint(src, chosen, lambda o: step(o.name, o.bytes_in), layout=layout)
+    of = Part.parse(part) if part else None
+    with progress(bytes_to_convert(src, chosen, of), "read", silent) as step:
+        return foresee_checkpoint(src, chosen, lambda o: step(o.name, o.bytes_in), layout=layout, part=of)
 
 
 def show_report(report: Any, as_json: bool, long: bool, path: str, **extra: Any) -> None:

@@ -32,9 +32,14 @@ from .source import INDEX, INDEX_SUFFIX, Source
 
 
 def prepare(c: Conversion) -> None:
-    """Create the folder; OutputError if that fails, or if the folder and the source lie in one another."""
-    refuse_nested(c.source, c.folder)
+    """Create the folder; OutputError if that fails, and the errors of ``check``."""
+    check(c)
     make(c.folder)
+
+
+def check(c: Conversion) -> None:
+    """OutputError if the folder and the source lie in one another, and the errors of ``check_config``."""
+    refuse_nested(c.source, c.folder)
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))

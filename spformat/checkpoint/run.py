@@ -114,12 +114,11 @@ def convert_checkpoint(
     recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
-    check_layout(layout, writes_dense(recipe))
-    devices = parse_devices(device)
-    if len(devices) > 1 and workers is not None:
-        raise UsageError("device: several devices have a thread each: leave the executor out")
     src, dst = without_scheme(src), without_scheme(dst)
     if is_remote(src) or is_remote(dst):
+        _check_options(recipe, device, workers is not None, layout)
+        if in_place:
+            raise UsageError("in_place (--in-place) is for a local file: name another output")
         with staged(src, dst, staging=staging, force=force, resume=resume, part=part) as here:
             report = convert_checkpoint(
                 here.source, here.target, recipe, force=force, resume=resume, progress=progress, device=device,
@@ -127,27 +126,82 @@ def convert_checkpoint(
             )  # fmt: skip
         left = tuple(sorted({*report.left_behind, *here.left_behind}))
         return replace(report, path=os.fspath(dst), left_behind=left)
-    source = open_source(src)
-    if source.matrix is not None:
-        raise UsageError(
-            "a file with one matrix: read it with spformat.open, and save the converted one", path=source.path
-        )
-    plans = plan_tensors(source, recipe)
-    target = os.fspath(dst)
-    for each in devices:
-        to_device(np.zeros(1, np.uint8), each)  # DeviceUnavailable now, before anything is written
-    if target.endswith(".safetensors") and not os.path.isdir(target):
-        if part is not None or workers is not None or layout != NEUTRAL or len(devices) > 1:
-            raise UsageError(
-                "parts, executors, layouts and several devices write into a folder, not one file", path=target
-            )
-        return _to_file(Conversion(source, plans, recipe, target, devices[0]), force, in_place, progress)
-    c = Conversion(source, plans, recipe, target, devices[0], layout)
+    c, devices = _conversion(src, dst, recipe, device, part, workers is not None, in_place, layout)
+    if _one_file(c):
+        return _to_file(c, force, in_place, progress)
     share = 1 if workers else _shards_on_a_device(c, part, devices)
     if len(devices) == share == 1:
         return _to_folder(c, part, workers, force, resume, progress)
     with OnDevices(devices, share) as executor:
         return _to_folder(c, part, executor.workers(), force, resume, progress)
+
+
+def check_conversion(
+    src: Path,
+    dst: Path,
+    recipe: Recipe,
+    *,
+    force: bool = False,
+    resume: bool = False,
+    device: str = "cpu",
+    part: Part | str | None = None,
+    several: bool = False,
+    in_place: bool = False,
+    layout: str = NEUTRAL,
+) -> None:
+    """Raise what ``convert_checkpoint`` raises before it reads a tensor. Nothing is written.
+
+    dst: a local path. several: whether an executor would be given. The other arguments are those of
+    ``convert_checkpoint``.
+    """
+    part = Part.parse(part) if isinstance(part, str) else part
+    c, _ = _conversion(src, dst, recipe, device, part, several, in_place, layout)
+    if _one_file(c):
+        _check_file(c, force, in_place)
+        return
+    folder.check(c)
+    if os.path.isdir(c.folder):
+        _start(c, part, None, force, resume)
+    elif os.path.lexists(c.folder):
+        raise OutputError("cannot create the folder: File exists", path=c.folder)
+
+
+def _check_options(recipe: Recipe, device: str, several: bool, layout: str) -> tuple[str, ...]:
+    """The devices; UsageError for options that contradict one another."""
+    check_layout(layout, writes_dense(recipe))
+    devices = parse_devices(device)
+    if len(devices) > 1 and several:
+        raise UsageError("device: several devices have a thread each: leave the executor out")
+    return devices
+
+
+def _conversion(
+    src: Path, dst: Path, recipe: Recipe, device: str, part: Part | None, several: bool, in_place: bool, layout: str
+) -> tuple[Conversion, tuple[str, ...]]:
+    """The conversion and its devices, which are there."""
+    devices = _check_options(recipe, device, several, layout)
+    source = open_source(src)
+    if source.matrix is not None:
+        raise UsageError(
+            "a file with one matrix: read it with spformat.open, and save the converted one", path=source.path
+        )
+    c = Conversion(source, plan_tensors(source, recipe), recipe, os.fspath(dst), devices[0], layout)
+    for each in devices:
+        to_device(np.zeros(1, np.uint8), each)  # DeviceUnavailable now, before anything is written
+    if _one_file(c):
+        if part is not None or several or layout != NEUTRAL or len(devices) > 1:
+            raise UsageError(
+                "parts, executors, layouts and several devices write into a folder, not one file", path=c.folder
+            )
+    elif in_place:
+        message = "in_place (--in-place) replaces one file; a folder goes into another one, without it"
+        raise UsageError(message, path=c.folder)
+    return c, devices
+
+
+def _one_file(c: Conversion) -> bool:
+    """Whether the output is one file, not a folder."""
+    return c.folder.endswith(".safetensors") and not os.path.isdir(c.folder)
 
 
 def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ...]) -> int:
@@ -162,6 +216,17 @@ def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ..
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
     source, dst = c.source, c.folder
+    force = _check_file(c, force, in_place)
+    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, device=c.device)
+    # Without a manifest no hashes are needed; the arrays have their checksums.
+    return ConversionReport(
+        dst, (FileOutcome(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),)
+    )
+
+
+def _check_file(c: Conversion, force: bool, in_place: bool) -> bool:
+    """Whether an existing file is replaced; OutputError if the output file cannot be written."""
+    source, dst = c.source, c.folder
     if len(source.shards) != 1:
         raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
     if same_file(os.path.join(source.folder, source.shards[0]), dst):
@@ -171,11 +236,7 @@ def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | No
     else:
         folder.refuse_nested(source, dst)
     check_target(dst, overwrite=force)
-    outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, device=c.device)
-    # Without a manifest no hashes are needed; the arrays have their checksums.
-    return ConversionReport(
-        dst, (FileOutcome(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),)
-    )
+    return force
 
 
 def _to_folder(
@@ -196,23 +257,10 @@ def _to_locked_folder(
 ) -> ConversionReport:
     folder.prepare(c)
     with folder.locked(c.folder, part):
-        there = journals.listed(c.folder)
-        own = journals.journal_name(part)
-        if part is not None and not force:
-            journals.refuse_other_parts(c, part, [name for name in there if name != own])
-        going_on = resume and (own in there if part else bool(there))
-        known = journals.entries_of(c, [own] if part else there) if going_on else {}
-        file_plans = _file_plans(c, part, workers, there if going_on else [])
-        if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
-            files = existing_target.already_done(c, {file_plan.shard for file_plan in file_plans})
+        file_plans, known, files = _start(c, part, workers, force, resume)
+        if files is not None:
             beside = existing_target.dense_beside(c)
             return ConversionReport(c.folder, files, len(files), left_behind=c.source.left_behind, dense_beside=beside)
-        if not going_on and not force:
-            names = c.names
-            outputs = [names[file_plan.shard] for file_plan in file_plans]
-            others = existing_target.left_over(c)
-            folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
-            folder.refuse_other_side_files(c)
         folder.refuse_collisions(c)
         redone = ["everything: the journal is of another recipe or source"] if known is None else []
         done, resumed = _convert(c, part, file_plans, workers, known or {}, force or resume, progress, redone)
@@ -220,6 +268,29 @@ def _to_locked_folder(
             return ConversionReport(c.folder, tuple(done), resumed, tuple(redone))
         files, left = folder.finish(c, done), c.source.left_behind
         return ConversionReport(c.folder, files, resumed, tuple(redone), left, existing_target.dense_beside(c))
+
+
+def _start(
+    c: Conversion, part: Part | None, workers: Workers | None, force: bool, resume: bool
+) -> tuple[list[FilePlan], dict[str, Any] | None, tuple[FileOutcome, ...] | None]:
+    """(files to write, journal entries of finished ones, the files of a conversion that had finished), of the target
+    folder as it is; OutputError if something there would have to be replaced."""
+    there = journals.listed(c.folder)
+    own = journals.journal_name(part)
+    if part is not None and not force:
+        journals.refuse_other_parts(c, part, [name for name in there if name != own])
+    going_on = resume and (own in there if part else bool(there))
+    known = journals.entries_of(c, [own] if part else there) if going_on else {}
+    file_plans = _file_plans(c, part, workers, there if going_on else [])
+    if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
+        return file_plans, known, existing_target.already_done(c, {file_plan.shard for file_plan in file_plans})
+    if not going_on and not force:
+        names = c.names
+        outputs = [names[file_plan.shard] for file_plan in file_plans]
+        others = existing_target.left_over(c)
+        folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
+        folder.refuse_other_side_files(c)
+    return file_plans, known, None
 
 
 def _file_plans(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[FilePlan]:
