@@ -69,14 +69,16 @@ def run(
 
 
 def advise(src: str, outcomes: Any, as_json: bool) -> None:
-    """The command to type next."""
+    """The command to type next; none to prune a matrix in a file of its own, which convert does not."""
+    from spformat.checkpoint.matrix_file import is_matrix
+
     if as_json:
         return
     if any(o.error for o in outcomes):
         if not was_given("--misfit"):
             hint(again("--misfit", "keep"))
-    elif any(o.target != "keep" for o in outcomes):
-        hint(conversion_of(src))
+    elif any(o.target != "keep" for o in outcomes) and not (is_matrix(src) and was_given("--prune")):
+        hint(conversion_of(src, outcomes[0].target))
 
 
 def foresee(src: str, chosen: Any, silent: bool, layout: str = "neutral", part: str = "") -> Any:

@@ -96,10 +96,25 @@ def test_a_dry_run_of_a_part_has_the_tensors_of_that_part(folders: Path) -> None
     assert [t["name"] for t in dry] == [t["name"] for t in done] == ["layer.2"]
 
 
-@pytest.mark.parametrize("typed", ["inspect m.npz --include m", "plan m.npz --include=m --to bitmask"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "inspect m.npz --include m", "plan m.npz --include=m --to bitmask", "plan m.npz --rule *=csr",
+        "plan m.npz --to two-four --misfit bitmask", "plan m.npz --rule *=fastest -n 4",
+    ],
+)  # fmt: skip
 def test_the_conversion_after_a_look_at_a_matrix_file_works(here: Path, typed: str) -> None:
-    answer = command(*hint_of(command(*typed.split()).err))
+    planned = command(*typed.split())
+    answer = command(*hint_of(planned.err), "--json")
     assert answer.code == 0, answer.err
+    if typed.startswith("plan"):
+        (row,) = json.loads(command(*typed.split(), "--json").out)["tensors"]
+        assert json.loads(answer.out)["target"] == row["target"]
+
+
+def test_no_conversion_is_advised_that_would_prune_a_matrix_file(here: Path) -> None:
+    planned = command("plan", "m.npz", "--to", "two-four", "--prune", "magnitude")
+    assert (planned.code, "hint: " in planned.err) == (0, False), planned.err
 
 
 @pytest.mark.parametrize(
