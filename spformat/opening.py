@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .interop import MATRIX_SUFFIXES
 from .storage import container
-from .storage.files import Path
+from .storage.files import Path, path_text
 from .storage.filewriter import Tensor
 
 if TYPE_CHECKING:
@@ -74,10 +74,10 @@ def load(
 
     Raises the errors of ``open``, and DescriptorError for a dense checkpoint.
     """
-    where = os.fspath(path)
+    where = path_text(path)
     options = {"allow_unchecked": allow_unchecked, "ignore_unknown": ignore_unknown}
     if os.path.isdir(where) or where.lower().endswith(MATRIX_SUFFIXES):
         from .checkpoint.opened import load_all
 
-        return load_all(path, names, device, **options)
-    return container.load(path, names, device, **options)
+        return load_all(where, names, device, **options)
+    return container.load(where, names, device, **options)

@@ -19,7 +19,7 @@ import numpy as np
 from ..arrays.library import parse_devices, to_device
 from ..arrays.threads import cores
 from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..storage.files import Path, is_file, same_file, size_of
+from ..storage.files import Path, is_file, path_text, same_file, size_of
 from ..storage.output import check_target
 from . import existing_target, folder, journals
 from .conversion import Conversion
@@ -372,7 +372,7 @@ def merge_parts(
     Raises InputError (a part is missing, unfinished or gone), ContainerError (parts of different conversions, a source
     that has changed) and LockedError (a part is still running).
     """
-    target = os.fspath(dst)
+    target = path_text(dst)
     if not os.path.isdir(target):
         raise InputError("expected the folder that the parts were written to", path=target)
     with folder.locked(target, None):

@@ -23,6 +23,7 @@ from ..storage.files import (
     names_in,
     not_outside,
     open_regular,
+    path_text,
     read_small,
     safe_name,
     size_of,
@@ -143,7 +144,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     Raises InputError (missing, no safetensors inside), ContainerError (index and shards disagree, a tensor in
     two shards, an unfinished conversion), PathError (a shard name that leads outside).
     """
-    where = os.fspath(path)
+    where = path_text(path)
     follow = follow or limits.current().link_roots
     if not os.path.isdir(where):
         if "://" in where:

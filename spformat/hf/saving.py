@@ -16,7 +16,7 @@ from ..checkpoint.folder import make as make_folder
 from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, config_for
 from ..checkpoint.packing import write_packed
 from ..errors import OutputError, UsageError
-from ..storage.files import Path
+from ..storage.files import Path, path_text
 from ..storage.filewriter import Tensor
 from ..storage.output import publish
 from ..torch import models
@@ -134,7 +134,7 @@ def save_pretrained(
         ) from e
     if not is_main_process:
         return
-    folder = os.fspath(save_directory)
+    folder = path_text(save_directory)
     make_folder(folder)
     tensors = tensors_of(model)
     model.config.dtype = str(model.dtype).removeprefix("torch.")

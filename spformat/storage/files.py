@@ -16,12 +16,21 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from .. import limits
-from ..errors import InputError, LimitError, PathError, WriteError, printable
+from ..errors import InputError, LimitError, PathError, UsageError, WriteError, printable
 
 Path: TypeAlias = str | os.PathLike[str]
 
 _BUFFER = 2**20
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+
+def path_text(path: Path) -> str:
+    """A path as text, bytes as the system names files by them; UsageError for what is no path. Where users name files,
+    this comes first."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise UsageError(f"expected a path, as text or a pathlib.Path, got {path!r:.80}", value=path) from None
 
 
 def open_regular(path: Path) -> tuple[int, os.stat_result]:
