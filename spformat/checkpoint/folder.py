@@ -17,6 +17,7 @@ from ..errors import OutputError, printable
 from ..formats import parse_spec
 from ..formats.stack import Stack
 from ..limits import product
+from ..storage.descriptor import Record
 from ..storage.files import Path, names_in, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
 from ..storage.output import flush_folder, publish, publish_copy, sweep
@@ -233,8 +234,12 @@ def manifest_of(
 def _format_of_kept(name: str, source: Records) -> tuple[str, dict[str, Any]]:
     """As ``_format_json``, of a tensor that stayed as it was: of a stack, the format of its matrices, if they have
     one."""
-    record = source[name][1] if name in source else None
-    if record is None or record.format is None:
+    return format_of(source[name][1]) if name in source else ("plain", {})
+
+
+def format_of(record: Record) -> tuple[str, dict[str, Any]]:
+    """(name, params) of the format of a tensor, as a manifest has them."""
+    if record.format is None:
         return "plain", {}
     parts = list(record.parts.values())
     if record.format is Stack and all((p.format, p.params) == (parts[0].format, parts[0].params) for p in parts):
