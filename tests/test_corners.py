@@ -16,7 +16,7 @@ from catalogue import command
 from test_parts import SINGLE, tree, whole
 
 import spformat as sf
-from spformat.checkpoint import Part, convert_checkpoint, merge_parts, open_source
+from spformat.checkpoint import Part, Recipe, Rule, convert_checkpoint, merge_parts, open_source, plan_tensors
 
 
 def folder_with_index(tmp_path: Path, **more: Any) -> Path:
@@ -198,3 +198,35 @@ def test_the_reference_gives_no_warnings() -> None:
         warnings.simplefilter("error")
         for alpha in (1.0, 0.5):
             sf.spmm(a, B, backend="reference", alpha=alpha)
+
+
+@pytest.mark.parametrize("to", [" dense", "dense ", "dense:", "\tdense\n"])
+def test_blanks_around_a_target_do_not_make_a_dense_checkpoint_a_packed_one(tmp_path: Path, to: str) -> None:
+    (model := tmp_path / "model").mkdir()
+    folder_with_index(model)
+    convert_checkpoint(model, tmp_path / "out", to)
+    assert command("convert", model, tmp_path / "by-command", "--to", to).code == 0
+    for out in ("out", "by-command"):
+        assert {p.name for p in (tmp_path / out).iterdir()} == {p.name for p in model.iterdir()}
+    assert Recipe(rules=["*= csr "], misfit=" keep").rules == (Rule("*", "csr"),)  # type: ignore[arg-type]
+
+
+def test_one_pattern_or_rule_may_stand_for_a_list(tmp_path: Path) -> None:
+    source = open_source(folder_with_index(tmp_path))
+    for recipe in (Recipe("csr", include="a"), Recipe("csr", exclude=["b"]), Recipe("keep", rules="a=csr")):  # type: ignore[arg-type]
+        assert [plan.target for plan in plan_tensors(source, recipe)] == ["csr", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"recipe": {"to": "csr"}}, "recipe: expected a Recipe"), ({"recipe": None}, "recipe: expected a Recipe"),
+        ({"part": (1, 2)}, "part: expected a text i/n"), ({"executor": "threads"}, "executor: expected one of"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_named(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(sf.errors.UsageError, match=text):
+        convert_checkpoint(folder_with_index(tmp_path), tmp_path / "out", **options)
+    for field, value in (("to", 5), ("misfit", None), ("include", None), ("rules", {"a": "csr"}), ("rules", ["a"])):
+        with pytest.raises(sf.errors.UsageError, match=rf"^({'target' if field == 'to' else field[:4]})"):
+            Recipe(**{field: value})  # type: ignore[arg-type]

@@ -114,6 +114,13 @@ def convert_checkpoint(
     recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe: expected a Recipe, or a target like 'csr', got {recipe!r:.80}")
+    if not isinstance(part, Part | None):
+        raise UsageError(f"part: expected a text i/n, like '3/16', got {part!r:.80}")
+    if not isinstance(workers, Workers | None):
+        message = f"executor: expected one of concurrent.futures, or what open_workers gives, got {workers!r:.80}"
+        raise UsageError(message)
     src, dst = without_scheme(src), without_scheme(dst)
     if is_remote(src) or is_remote(dst):
         _check_options(recipe, device, workers is not None, layout)

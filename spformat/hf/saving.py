@@ -128,6 +128,8 @@ def save_pretrained(
         )
     try:
         shard = SHARD if max_shard_size is None else convert_file_size_to_int(max_shard_size)
+        if shard < 1:
+            raise ValueError(max_shard_size)
     except ValueError as e:
         raise UsageError(
             f"max_shard_size: expected bytes as an int or a text like '5GB', got {max_shard_size!r}"
