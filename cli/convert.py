@@ -34,6 +34,7 @@ from .options import (
     value_dtype,
 )
 from .output import console, notes, print_json, progress, size, summary, warnings
+from .pipe import typed
 from .tables import cell
 from .url import copied
 
@@ -141,6 +142,8 @@ def run(
     from spformat.checkpoint.transfers import is_remote, without_scheme
     from spformat.limits import using
 
+    if typed(src) == "-" and part:
+        raise typer.BadParameter("--part: parts and merge read the same file: write what the pipe brings to one first")
     if dst == "-":
         raise typer.BadParameter("DST: expected a file or folder, got -: nothing is written to a pipe; ./- is a folder")
     of_checkpoints = _OF_CHECKPOINTS
@@ -153,6 +156,8 @@ def run(
         _refuse_same(src, dst)
         from spformat.interop.matrices import read_matrix
 
+        if values != "normal":
+            _refuse(ctx, ("seed",), "--values normal")
         a = read_matrix(src, values=values or None, seed=seed, dtype=value_dtype(dtype))
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
         _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
@@ -197,9 +202,16 @@ def run(
 
 @contextmanager
 def _explaining_interrupts(dst: str, here: Any, options: dict[str, Any], as_json: bool) -> Iterator[None]:
-    """After Ctrl-C, or a signal that ends the command, say what is on disk and which command goes on from there."""
+    """After Ctrl-C, a signal that ends the command or a full disk, say what is on disk and which command goes on from
+    there."""
+    from spformat.errors import WriteError
+
     try:
         yield
+    except WriteError as e:  # the disk may be full, and the error says so
+        text, more = _left_by(dst, here, options)
+        e.message += f"; {text}: when that is mended, --resume goes on" if more else ""
+        raise
     except (KeyboardInterrupt, SystemExit) as e:
         code = 130 if isinstance(e, KeyboardInterrupt) else e.code
         if code in (129, 130, 143):

@@ -324,6 +324,24 @@ def test_matrix_files_in_capitals(graph: Path, tmp_path: Path) -> None:
     assert spformat("bench", upper, "-n", "1", "--repeats", "1").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["convert", "g.npz", "out.safetensors", "--seed", "1"], "--seed is for --values normal"),
+        (["convert", "g.npz", "out.safetensors", "--values", "ones", "--seed", "1"], "--seed is for --values normal"),
+        (["convert", "g.safetensors", "out", "--nonfinite", "keep"], "nonfinite: expected prune='magnitude'"),
+        (["plan", "g.safetensors", "--nonfinite", "keep"], "nonfinite: expected prune='magnitude'"),
+    ],
+)
+def test_options_that_another_option_needs(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
+) -> None:
+    monkeypatch.chdir(graph)
+    r = spformat(*words)
+    assert (r.returncode, text in r.stderr) == (2, True), r.stderr
+    assert not any(graph.glob("out*"))
+
+
 def test_nothing_is_written_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sf.save_dense("w.safetensors", {"w": np.eye(64, dtype=np.float32)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -17,6 +18,7 @@ from test_parts import SINGLE, tree, whole
 
 import spformat as sf
 from spformat.checkpoint import Part, Recipe, Rule, convert_checkpoint, merge_parts, open_source, plan_tensors
+from spformat.storage import output
 
 
 def folder_with_index(tmp_path: Path, **more: Any) -> Path:
@@ -198,6 +200,45 @@ def test_the_reference_gives_no_warnings() -> None:
         warnings.simplefilter("error")
         for alpha in (1.0, 0.5):
             sf.spmm(a, B, backend="reference", alpha=alpha)
+
+
+def test_a_full_disk_leaves_finished_files_and_the_error_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    folder_with_index(model)
+    reserve, shards = output._allocate, list[int]()
+
+    def fails_at_the_second_shard(fd: int, size: int) -> None:
+        if size in shards:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        shards.append(size)  # journals have other sizes
+        reserve(fd, size)
+
+    monkeypatch.setattr(output, "_allocate", fails_at_the_second_shard)
+    stopped = command("convert", model, tmp_path / "out", "--to", "csr")
+    assert stopped.code == 74
+    assert "out has 1 finished file, and a journal: when that is mended, --resume goes on" in stopped.err
+    monkeypatch.undo()
+    assert command("convert", model, tmp_path / "out", "--to", "csr", "--resume").code == 0
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.BIN", "out.npz", "out.npy"])
+def test_a_folder_does_not_get_the_name_of_another_kind_of_file(tmp_path: Path, name: str) -> None:
+    model = folder_with_index(tmp_path)
+    with pytest.raises(sf.errors.UsageError, match=r"expected a folder, or one file ending in \.safetensors, got \."):
+        convert_checkpoint(model, tmp_path / name, "csr")
+    assert not (tmp_path / name).exists()
+
+
+def test_a_folder_without_shards_is_answered_with_one_below_that_has_some(tmp_path: Path) -> None:
+    for below in ("unet", "snapshots/c0ffee"):
+        (tmp_path / "model" / below).mkdir(parents=True)
+        sf.save_dense(tmp_path / "model" / below / "model.safetensors", {"w": np.eye(4, dtype=np.float32)})
+        answer = command("inspect", tmp_path / "model")
+        assert (answer.code, f"{below} has some: name {tmp_path / 'model' / below} instead" in answer.err) == (66, True)
+        assert command("inspect", tmp_path / "model" / below).code == 0
+        (tmp_path / "model" / below / "model.safetensors").unlink()
 
 
 @pytest.mark.parametrize("to", [" dense", "dense ", "dense:", "\tdense\n"])

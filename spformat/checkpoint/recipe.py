@@ -154,6 +154,8 @@ class Recipe:
             raise UsageError("sparsity: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.nonfinite not in ("refuse", "keep"):
             raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {self.nonfinite!r}")
+        if self.nonfinite != "refuse" and not self.prune:
+            raise UsageError("nonfinite: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.misfit not in (ERROR, KEEP):
             try:
                 object.__setattr__(self, "misfit", check_target(self.misfit))

@@ -19,8 +19,10 @@ import numpy as np
 from ..arrays.library import parse_devices, to_device
 from ..arrays.threads import cores
 from ..errors import ContainerError, InputError, OutputError, UsageError
+from ..interop import MATRIX_SUFFIXES
 from ..storage.files import Path, is_file, path_text, same_file, size_of
 from ..storage.output import check_target
+from ..storage.stheader import TORCH_SUFFIXES
 from . import existing_target, folder, journals
 from .conversion import Conversion
 from .executors import OnDevices, Workers, convert_files
@@ -37,6 +39,8 @@ from .transfers import is_remote, without_scheme
 
 _MOST_ON_A_DEVICE, _CORES_OF_A_SHARD, _CORES_OF_A_SHARD_ON_HOST = 4, 2, 4
 """Most shards that one device converts side by side, and cores of the host for each, where the host converts, too."""
+_OTHER_FILES = (*TORCH_SUFFIXES, *MATRIX_SUFFIXES, ".npy", ".h5", ".gguf")
+"""Endings of files that are not written here: a folder of such a name would be a surprise."""
 _WORTH_A_THREAD = 64 << 20
 """Bytes of tensors from which a shard is worth it."""
 
@@ -200,6 +204,9 @@ def _conversion(
             raise UsageError(
                 "parts, executors, layouts and several devices write into a folder, not one file", path=c.folder
             )
+    elif c.folder.lower().endswith(_OTHER_FILES) and not os.path.isdir(c.folder):
+        ending = os.path.splitext(c.folder)[1]
+        raise UsageError(f"expected a folder, or one file ending in .safetensors, got {ending}", path=c.folder)
     elif in_place:
         message = "in_place (--in-place) replaces one file; a folder goes into another one, without it"
         raise UsageError(message, path=c.folder)
