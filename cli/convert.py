@@ -34,7 +34,7 @@ from .options import (
     value_dtype,
 )
 from .output import console, notes, print_json, progress, size, summary, warnings
-from .pipe import typed
+from .pipe import stands_for, typed
 from .tables import cell
 from .url import copied
 
@@ -146,6 +146,12 @@ def run(
         raise typer.BadParameter("--part: parts and merge read the same file: write what the pipe brings to one first")
     if dst == "-":
         raise typer.BadParameter("DST: expected a file or folder, got -: nothing is written to a pipe; ./- is a folder")
+    src, dst = without_scheme(src), without_scheme(dst)
+    remote = next(filter(is_remote, (dst, src)), None)
+    if remote and in_place:
+        raise typer.BadParameter(f"--in-place is for a local file, and {remote} is a URL")
+    if is_remote(dst) and (is_matrix(src) or is_matrix(dst)):
+        raise typer.BadParameter(f"one matrix is written to a local file, and {dst} is a URL: upload the file then")
     of_checkpoints = _OF_CHECKPOINTS
     if device != "cpu" and not device.startswith("cuda"):  # a board is where products will run
         gpus.architecture(device)  # raises for a name of no GPU
@@ -158,8 +164,11 @@ def run(
 
         if values != "normal":
             _refuse(ctx, ("seed",), "--values normal")
-        a = read_matrix(src, values=values or None, seed=seed, dtype=value_dtype(dtype))
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
+        with staged(src, "") as here:
+            if here.source != src:
+                stands_for(here.source, src)
+            a = read_matrix(here.source, values=values or None, seed=seed, dtype=value_dtype(dtype))
         _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
         return
     if is_matrix(dst):
@@ -182,11 +191,10 @@ def run(
         "part": part,
         "moved": copied(as_json),
     }
-    with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
-        if dry_run:
-            if not is_remote(without_scheme(dst)):
-                target = os.fspath(without_scheme(dst))
-                check_conversion(here.source, target, chosen, several=_is_executor(kind, workers, scheduler), **options)
+    with staged(src, dst if is_remote(dst) or not dry_run else "", **places) as here, using(sort=sort):
+        if dry_run:  # which leaves the block with an exit, so nothing is uploaded
+            target, several = here.target or dst, _is_executor(kind, workers, scheduler)
+            check_conversion(here.source, target, chosen, several=several, **options)
             outcomes = plan.foresee(here.source, chosen, as_json, layout, part)
             plan.show(outcomes, as_json, long, console(), dry_run=True)
             raise typer.Exit(3 if any(o.error for o in outcomes) else 0)

@@ -276,3 +276,5 @@ def test_what_is_no_path_is_named(path: Any) -> None:
         with pytest.raises(UsageError, match="expected a path, as text or a") as e:
             call()
         assert str(path) in str(e.value)
+    with pytest.raises(UsageError, match="names: expected a list of names, or one, got 5"):
+        sf.load(DIGITS, 5)  # type: ignore[arg-type]

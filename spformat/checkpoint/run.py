@@ -20,7 +20,7 @@ from ..arrays.library import parse_devices, to_device
 from ..arrays.threads import cores
 from ..errors import ContainerError, InputError, OutputError, UsageError
 from ..interop import MATRIX_SUFFIXES
-from ..storage.files import Path, is_file, path_text, same_file, size_of
+from ..storage.files import Path, is_file, same_file, size_of
 from ..storage.output import check_target
 from ..storage.stheader import TORCH_SUFFIXES
 from . import existing_target, folder, journals
@@ -386,7 +386,7 @@ def merge_parts(
     Raises InputError (a part is missing, unfinished or gone), ContainerError (parts of different conversions, a source
     that has changed) and LockedError (a part is still running).
     """
-    target = path_text(dst)
+    target = without_scheme(dst)
     if not os.path.isdir(target):
         raise InputError("expected the folder that the parts were written to", path=target)
     with folder.locked(target, None):
