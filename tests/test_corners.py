@@ -241,6 +241,20 @@ def test_a_folder_without_shards_is_answered_with_one_below_that_has_some(tmp_pa
         (tmp_path / "model" / below / "model.safetensors").unlink()
 
 
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (folder_with_index(model) / "model.safetensors.index.json").unlink()
+    (model / "._model-00001-of-00002.safetensors").write_bytes(b"Mac OS X        ")
+    (model / ".copy.safetensors").write_bytes((model / "model-00001-of-00002.safetensors").read_bytes())
+    assert list(open_source(model).records) == ["a", "b"]
+    convert_checkpoint(model, tmp_path / "out", "csr")
+    assert not list((tmp_path / "out").glob(".*"))
+    (model / "a b.safetensors").write_bytes(b"")
+    with pytest.raises(sf.errors.PathError, match=r"got 'a b\.safetensors'; rename the file") as e:
+        open_source(model)
+    assert e.value.path == str(model)
+
+
 @pytest.mark.parametrize("to", [" dense", "dense ", "dense:", "\tdense\n"])
 def test_blanks_around_a_target_do_not_make_a_dense_checkpoint_a_packed_one(tmp_path: Path, to: str) -> None:
     (model := tmp_path / "model").mkdir()

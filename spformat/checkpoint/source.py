@@ -194,7 +194,8 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         return _assemble(where, where, shards, weight_map, index, _others(names, (*shards, indexes[0])), follow)
-    shards = tuple(n for n in names if n.endswith(".safetensors"))
+    # Hidden ones are no shards: macOS puts "._model.safetensors" beside each file on foreign file systems.
+    shards = tuple(n for n in names if n.endswith(".safetensors") and not n.startswith("."))
     if not shards:
         pickle = next((n for n in names if n.endswith(TORCH_SUFFIXES)), None)
         fix = f"; {printable(pickle)} is {torch_lines(os.path.join(where, pickle))}" if pickle else _folder_below(where)

@@ -183,7 +183,7 @@ def member(folder: Path, name: str, suffix: str = "", roots: Sequence[Path] = ()
 
     A symlink is refused unless its target is where ``not_outside`` allows it.
     """
-    return not_outside(os.path.join(os.fspath(folder), safe_name(name, suffix)), roots)
+    return not_outside(os.path.join(os.fspath(folder), safe_name(name, suffix, folder)), roots)
 
 
 def not_outside(path: str, roots: Sequence[Path] = ()) -> str:
