@@ -12,6 +12,7 @@ from .. import limits
 from ..arrays.dtypes import VALUE_TYPES
 from ..errors import ContainerError, FormatError, IntegrityError, SpformatError, StructureError, UsageError, printable
 from ..formats.convert import convert
+from ..formats.stack import Stack
 from ..storage.descriptor import Record
 from ..storage.files import Path, member, sha256_of
 from .folder import format_of
@@ -103,8 +104,10 @@ def _unlike(entry: dict[str, Any], record: Record) -> str:
     """What a manifest says otherwise of a tensor than its shard; "" where they agree. Releases up to 0.2 called packed
     tensors that a conversion kept "plain"."""
     holds = {"format": format_of(record)[0], "shape": list(record.shape), "dtype": record.dtype}
+    parts = record.parts.values() if record.format is Stack else ()
+    of_matrices = {part.format.name for part in parts if part.format}
     for key, value in holds.items():
-        if entry.get(key) != value and (key, entry.get(key)) != ("format", "plain"):
+        if entry.get(key) != value and (key != "format" or entry.get(key) not in ("plain", *of_matrices)):
             said = printable(entry.get(key), 60)
             return f"manifest: expected {key} {value}, which the shard holds, got {said}; convert the input again"
     return ""
