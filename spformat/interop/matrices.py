@@ -17,7 +17,7 @@ from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, index_dtype
 from ..arrays.rounding import rounded
 from ..arrays.segments import rows_of
-from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError, printable
+from ..errors import FormatError, IndexBoundsError, OrderError, SpformatError, UsageError, printable
 from ..formats.csr import CSR
 from ..formats.declare import MAX_DIMENSION
 from ..formats.foreign import from_blocks
@@ -57,6 +57,8 @@ def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, d
             data = a.data if dtype is None else rounded(a.data, dtype)
         return a.with_arrays(data=data).validate()
     except SpformatError as e:
+        if isinstance(e, OrderError) and "sum_duplicates" not in e.message:  # in order it is by now
+            e.message += "; repeated entries are never summed silently: a.sum_duplicates() of scipy does, then save a"
         raise e.at(path=path) from None
 
 
