@@ -138,7 +138,7 @@ def run(
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
     from spformat.checkpoint.matrix_file import is_matrix
     from spformat.checkpoint.remote import staged
-    from spformat.checkpoint.run import check_conversion
+    from spformat.checkpoint.start import check_conversion
     from spformat.checkpoint.transfers import is_remote, without_scheme
     from spformat.limits import using
 

@@ -14,33 +14,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from ..arrays.library import parse_devices, to_device
 from ..arrays.threads import cores
-from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..interop import MATRIX_SUFFIXES
-from ..storage.files import Path, is_file, same_file, size_of
-from ..storage.output import check_target
-from ..storage.stheader import TORCH_SUFFIXES
+from ..errors import ContainerError, InputError, UsageError
+from ..storage.files import Path, size_of
 from . import existing_target, folder, journals
 from .conversion import Conversion
 from .executors import OnDevices, Workers, convert_files
 from .layouts import NEUTRAL, check_layout
-from .manifest import JOURNAL, MANIFEST
 from .parts import FileOutcome, FilePlan, Part, convert_in_turn
 from .recipe import Recipe, writes_dense
 from .remote import staged
 from .shard import write_shard
 from .shard_input import Progress
 from .source import open_source
+from .start import check_file, check_options, is_one_file, planned_conversion, start_in
 from .tensor_plans import TensorOutcome, plan_tensors
 from .transfers import is_remote, without_scheme
 
 _MOST_ON_A_DEVICE, _CORES_OF_A_SHARD, _CORES_OF_A_SHARD_ON_HOST = 4, 2, 4
 """Most shards that one device converts side by side, and cores of the host for each, where the host converts, too."""
-_OTHER_FILES = (*TORCH_SUFFIXES, *MATRIX_SUFFIXES, ".npy", ".h5", ".gguf")
-"""Endings of files that are not written here: a folder of such a name would be a surprise."""
 _WORTH_A_THREAD = 64 << 20
 """Bytes of tensors from which a shard is worth it."""
 
@@ -127,7 +119,7 @@ def convert_checkpoint(
         raise UsageError(message)
     src, dst = without_scheme(src), without_scheme(dst)
     if is_remote(src) or is_remote(dst):
-        _check_options(recipe, device, workers is not None, layout)
+        check_options(recipe, device, workers is not None, layout)
         if in_place:
             raise UsageError("in_place (--in-place) is for a local file: name another output")
         with staged(src, dst, staging=staging, force=force, resume=resume, part=part) as here:
@@ -137,85 +129,14 @@ def convert_checkpoint(
             )  # fmt: skip
         left = tuple(sorted({*report.left_behind, *here.left_behind}))
         return replace(report, path=os.fspath(dst), left_behind=left)
-    c, devices = _conversion(src, dst, recipe, device, part, workers is not None, in_place, layout)
-    if _one_file(c):
+    c, devices = planned_conversion(src, dst, recipe, device, part, workers is not None, in_place, layout)
+    if is_one_file(c):
         return _to_file(c, force, in_place, progress)
     share = 1 if workers else _shards_on_a_device(c, part, devices)
     if len(devices) == share == 1:
         return _to_folder(c, part, workers, force, resume, progress)
     with OnDevices(devices, share) as executor:
         return _to_folder(c, part, executor.workers(), force, resume, progress)
-
-
-def check_conversion(
-    src: Path,
-    dst: Path,
-    recipe: Recipe,
-    *,
-    force: bool = False,
-    resume: bool = False,
-    device: str = "cpu",
-    part: Part | str | None = None,
-    several: bool = False,
-    in_place: bool = False,
-    layout: str = NEUTRAL,
-) -> None:
-    """Raise what ``convert_checkpoint`` raises before it reads a tensor. Nothing is written.
-
-    dst: a local path. several: whether an executor would be given. The other arguments are those of
-    ``convert_checkpoint``.
-    """
-    part = Part.parse(part) if isinstance(part, str) else part
-    c, _ = _conversion(src, dst, recipe, device, part, several, in_place, layout)
-    if _one_file(c):
-        _check_file(c, force, in_place)
-        return
-    folder.check(c)
-    if os.path.isdir(c.folder):
-        _start(c, part, None, force, resume)
-    elif os.path.lexists(c.folder):
-        raise OutputError("cannot create the folder: File exists", path=c.folder)
-
-
-def _check_options(recipe: Recipe, device: str, several: bool, layout: str) -> tuple[str, ...]:
-    """The devices; UsageError for options that contradict one another."""
-    check_layout(layout, writes_dense(recipe))
-    devices = parse_devices(device)
-    if len(devices) > 1 and several:
-        raise UsageError("device: several devices have a thread each: leave the executor out")
-    return devices
-
-
-def _conversion(
-    src: Path, dst: Path, recipe: Recipe, device: str, part: Part | None, several: bool, in_place: bool, layout: str
-) -> tuple[Conversion, tuple[str, ...]]:
-    """The conversion and its devices, which are there."""
-    devices = _check_options(recipe, device, several, layout)
-    source = open_source(src)
-    if source.matrix is not None:
-        raise UsageError(
-            "a file with one matrix: read it with spformat.open, and save the converted one", path=source.path
-        )
-    c = Conversion(source, plan_tensors(source, recipe), recipe, os.fspath(dst), devices[0], layout)
-    for each in devices:
-        to_device(np.zeros(1, np.uint8), each)  # DeviceUnavailable now, before anything is written
-    if _one_file(c):
-        if part is not None or several or layout != NEUTRAL or len(devices) > 1:
-            raise UsageError(
-                "parts, executors, layouts and several devices write into a folder, not one file", path=c.folder
-            )
-    elif c.folder.lower().endswith(_OTHER_FILES) and not os.path.isdir(c.folder):
-        ending = os.path.splitext(c.folder)[1]
-        raise UsageError(f"expected a folder, or one file ending in .safetensors, got {ending}", path=c.folder)
-    elif in_place:
-        message = "in_place (--in-place) replaces one file; a folder goes into another one, without it"
-        raise UsageError(message, path=c.folder)
-    return c, devices
-
-
-def _one_file(c: Conversion) -> bool:
-    """Whether the output is one file, not a folder."""
-    return c.folder.endswith(".safetensors") and not os.path.isdir(c.folder)
 
 
 def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ...]) -> int:
@@ -230,27 +151,12 @@ def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ..
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
     source, dst = c.source, c.folder
-    force = _check_file(c, force, in_place)
+    force = check_file(c, force, in_place)
     outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, device=c.device)
     # Without a manifest no hashes are needed; the arrays have their checksums.
     return ConversionReport(
         dst, (FileOutcome(os.path.basename(dst), source.shards[0], "", "", size_of(dst), outcomes),)
     )
-
-
-def _check_file(c: Conversion, force: bool, in_place: bool) -> bool:
-    """Whether an existing file is replaced; OutputError if the output file cannot be written."""
-    source, dst = c.source, c.folder
-    if len(source.shards) != 1:
-        raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
-    if same_file(os.path.join(source.folder, source.shards[0]), dst):
-        if not in_place:
-            raise OutputError("input and output are the same file; --in-place replaces it at the end", path=dst)
-        force = True
-    else:
-        folder.refuse_nested(source, dst)
-    check_target(dst, overwrite=force)
-    return force
 
 
 def _to_folder(
@@ -271,7 +177,7 @@ def _to_locked_folder(
 ) -> ConversionReport:
     folder.prepare(c)
     with folder.locked(c.folder, part):
-        file_plans, known, files = _start(c, part, workers, force, resume)
+        file_plans, known, files = start_in(c, part, workers, force, resume)
         if files is not None:
             beside = existing_target.dense_beside(c)
             return ConversionReport(c.folder, files, len(files), left_behind=c.source.left_behind, dense_beside=beside)
@@ -282,44 +188,6 @@ def _to_locked_folder(
             return ConversionReport(c.folder, tuple(done), resumed, tuple(redone))
         files, left = folder.finish(c, done), c.source.left_behind
         return ConversionReport(c.folder, files, resumed, tuple(redone), left, existing_target.dense_beside(c))
-
-
-def _start(
-    c: Conversion, part: Part | None, workers: Workers | None, force: bool, resume: bool
-) -> tuple[list[FilePlan], dict[str, Any] | None, tuple[FileOutcome, ...] | None]:
-    """(files to write, journal entries of finished ones, the files of a conversion that had finished), of the target
-    folder as it is; OutputError if something there would have to be replaced."""
-    there = journals.listed(c.folder)
-    own = journals.journal_name(part)
-    if part is not None and not force:
-        journals.refuse_other_parts(c, part, [name for name in there if name != own])
-    going_on = resume and (own in there if part else bool(there))
-    known = journals.entries_of(c, [own] if part else there) if going_on else {}
-    file_plans = _file_plans(c, part, workers, there if going_on else [])
-    if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
-        return file_plans, known, existing_target.already_done(c, {file_plan.shard for file_plan in file_plans})
-    if not going_on and not force:
-        names = c.names
-        outputs = [names[file_plan.shard] for file_plan in file_plans]
-        others = existing_target.left_over(c)
-        folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
-        folder.refuse_other_side_files(c)
-    return file_plans, known, None
-
-
-def _file_plans(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[FilePlan]:
-    """The output files of this run.
-
-    Those of its part; or all, divided as the parts in the folder were; or all, divided so that each worker has some.
-    there: the names of the journals in the folder.
-    """
-    if part is not None:
-        return list(c.parts(part.of)[part.number - 1])
-    parts = journals.parts_of(c, there)
-    count = workers.with_defaults().count if workers else 1
-    if parts is None and len(c.source.shards) < count:
-        parts = 2 * count  # twice as many as workers, so that few workers wait for the last one
-    return [file_plan for file_plans in c.parts(parts or 1) for file_plan in file_plans]
 
 
 def _convert(

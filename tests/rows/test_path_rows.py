@@ -310,5 +310,6 @@ def test_F13_a_folder_without_permission_before_any_weights_are_read() -> None:
         for target in ("shut/x.safetensors", "shut", "shut/sub"):
             with unharmed(folder), unprivileged(folder), pytest.MonkeyPatch.context() as patch:
                 patch.setattr("spformat.storage.stfile.Reader._owned", lambda *_: pytest.fail("weights were read"))
-                answer = command("convert", "in.safetensors", target, "--to", "csr")
-            assert (answer.code, "Permission denied" in answer.err) == (73, True), answer
+                for flags in ([], ["--dry-run"]):
+                    answer = command("convert", "in.safetensors", target, "--to", "csr", *flags)
+                    assert (answer.code, "Permission denied" in answer.err) == (73, True), answer
