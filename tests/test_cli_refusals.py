@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -110,6 +111,15 @@ def test_the_conversion_after_a_look_at_a_matrix_file_works(here: Path, typed: s
     if typed.startswith("plan"):
         (row,) = json.loads(command(*typed.split(), "--json").out)["tensors"]
         assert json.loads(answer.out)["target"] == row["target"]
+
+
+def test_the_plan_after_recommend_works_where_no_kernel_multiplies_a_tensor(here: Path) -> None:
+    x = np.eye(64, dtype=np.float32)
+    sf.save_dense("mixed.safetensors", {"w": x, "small": x.astype(ml_dtypes.float8_e4m3fn)})
+    words = hint_of(command("recommend", "mixed.safetensors", "-n", "4").err)
+    planned = command(*words, "--json")
+    assert planned.code == 0, planned.err
+    assert [t["target"] == "keep" for t in json.loads(planned.out)["tensors"]] == [False, True]
 
 
 def test_no_conversion_is_advised_that_would_prune_a_matrix_file(here: Path) -> None:
