@@ -146,7 +146,8 @@ def run(
         raise typer.BadParameter("--part: parts and merge read the same file: write what the pipe brings to one first")
     if dst == "-":
         raise typer.BadParameter("DST: expected a file or folder, got -: nothing is written to a pipe; ./- is a folder")
-    src, dst = without_scheme(src), without_scheme(dst)
+    if is_matrix(src) or is_matrix(dst):
+        src, dst = without_scheme(src), without_scheme(dst)
     remote = next(filter(is_remote, (dst, src)), None)
     if remote and in_place:
         raise typer.BadParameter(f"--in-place is for a local file, and {remote} is a URL")
@@ -193,7 +194,7 @@ def run(
     }
     with staged(src, dst if is_remote(dst) or not dry_run else "", **places) as here, using(sort=sort):
         if dry_run:  # which leaves the block with an exit, so nothing is uploaded
-            target, several = here.target or dst, _is_executor(kind, workers, scheduler)
+            target, several = here.target or without_scheme(dst), _is_executor(kind, workers, scheduler)
             check_conversion(here.source, target, chosen, several=several, **options)
             outcomes = plan.foresee(here.source, chosen, as_json, layout, part)
             plan.show(outcomes, as_json, long, console(), dry_run=True)
