@@ -34,6 +34,7 @@ from .options import (
     value_dtype,
 )
 from .output import console, notes, print_json, progress, size, summary, warnings
+from .pipe import stands_for, typed
 from .tables import cell
 from .url import copied
 
@@ -137,10 +138,21 @@ def run(
     """Convert SRC into DST. Every value is kept with its bits, or the run stops before anything has its final name."""
     from spformat.checkpoint.matrix_file import is_matrix
     from spformat.checkpoint.remote import staged
+    from spformat.checkpoint.start import check_conversion
+    from spformat.checkpoint.transfers import is_remote, without_scheme
     from spformat.limits import using
 
+    if typed(src) == "-" and part:
+        raise typer.BadParameter("--part: parts and merge read the same file: write what the pipe brings to one first")
     if dst == "-":
         raise typer.BadParameter("DST: expected a file or folder, got -: nothing is written to a pipe; ./- is a folder")
+    if is_matrix(src) or is_matrix(dst):
+        src, dst = without_scheme(src), without_scheme(dst)
+    remote = next(filter(is_remote, (dst, src)), None)
+    if remote and in_place:
+        raise typer.BadParameter(f"--in-place is for a local file, and {remote} is a URL")
+    if is_remote(dst) and (is_matrix(src) or is_matrix(dst)):
+        raise typer.BadParameter(f"one matrix is written to a local file, and {dst} is a URL: upload the file then")
     of_checkpoints = _OF_CHECKPOINTS
     if device != "cpu" and not device.startswith("cuda"):  # a board is where products will run
         gpus.architecture(device)  # raises for a name of no GPU
@@ -148,16 +160,21 @@ def run(
         of_checkpoints = tuple(name for name in _OF_CHECKPOINTS if name != "device")
     if is_matrix(src):
         _refuse(ctx, of_checkpoints, f"checkpoints, and {src} is a matrix file")
-        _refuse_same(src, dst, dry_run)
+        _refuse_same(src, dst)
         from spformat.interop.matrices import read_matrix
 
-        a = read_matrix(src, values=values or None, seed=seed, dtype=value_dtype(dtype))
+        if values != "normal":
+            _refuse(ctx, ("seed",), "--values normal")
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
+        with staged(src, "") as here:
+            if here.source != src:
+                stands_for(here.source, src)
+            a = read_matrix(here.source, values=values or None, seed=seed, dtype=value_dtype(dtype))
         _matrix(src, os.path.splitext(os.path.basename(src))[0], a, dst, to, values, force, dry_run, as_json)
         return
     if is_matrix(dst):
         _refuse(ctx, (*_OF_FOLDERS, "seed", "dtype"), f"checkpoints, and {dst} is a matrix file")
-        _refuse_same(src, dst, dry_run)
+        _refuse_same(src, dst)
         to = recipe(to, None, None, None, "", None, "refuse", "error", columns, gpu).to
         with staged(src, "") as here, using(sort=sort):
             name, x = _only_matrix(here.source, dst, include, exclude)
@@ -175,9 +192,11 @@ def run(
         "part": part,
         "moved": copied(as_json),
     }
-    with staged(src, "" if dry_run else dst, **places) as here, using(sort=sort):
-        if dry_run:
-            outcomes = plan.foresee(here.source, chosen, as_json, layout)
+    with staged(src, dst if is_remote(dst) or not dry_run else "", **places) as here, using(sort=sort):
+        if dry_run:  # which leaves the block with an exit, so nothing is uploaded
+            target, several = here.target or without_scheme(dst), _is_executor(kind, workers, scheduler)
+            check_conversion(here.source, target, chosen, several=several, **options)
+            outcomes = plan.foresee(here.source, chosen, as_json, layout, part)
             plan.show(outcomes, as_json, long, console(), dry_run=True)
             raise typer.Exit(3 if any(o.error for o in outcomes) else 0)
         paths = (here.source, os.path.dirname(os.path.abspath(here.target)))
@@ -192,9 +211,16 @@ def run(
 
 @contextmanager
 def _explaining_interrupts(dst: str, here: Any, options: dict[str, Any], as_json: bool) -> Iterator[None]:
-    """After Ctrl-C, or a signal that ends the command, say what is on disk and which command goes on from there."""
+    """After Ctrl-C, a signal that ends the command or a full disk, say what is on disk and which command goes on from
+    there."""
+    from spformat.errors import WriteError
+
     try:
         yield
+    except WriteError as e:  # the disk may be full, and the error says so
+        text, more = _left_by(dst, here, options)
+        e.message += f"; {text}: when that is mended, --resume goes on" if more else ""
+        raise
     except (KeyboardInterrupt, SystemExit) as e:
         code = 130 if isinstance(e, KeyboardInterrupt) else e.code
         if code in (129, 130, 143):
@@ -240,21 +266,30 @@ def _refuse(ctx: typer.Context, names: tuple[str, ...], what: str) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for {what}")
 
 
-def _refuse_same(src: str, dst: str, dry_run: bool) -> None:
+def _refuse_same(src: str, dst: str) -> None:
     """OutputError if DST is SRC: --force is for results, and what a matrix file loses (--values, --dtype) is gone."""
     from spformat.errors import OutputError
     from spformat.storage.files import same_file
 
-    if not dry_run and same_file(src, dst):
+    if same_file(src, dst):
         raise OutputError("input and output are the same file; give DST another name", path=dst)
+
+
+def _is_executor(kind: str, count: int, scheduler: str) -> bool:
+    """Whether there is an executor; UsageError for options that contradict one another."""
+    from spformat.checkpoint.executors import check_kind
+
+    if kind:
+        check_kind(kind, scheduler)
+    elif count:
+        raise typer.BadParameter("--workers needs --executor")
+    return bool(kind)
 
 
 @contextmanager
 def _workers(kind: str, count: int, scheduler: str, paths: tuple[str, ...]) -> Iterator[Any]:
     """Workers of the executor, or None without one."""
-    if not kind:
-        if count:
-            raise typer.BadParameter("--workers needs --executor")
+    if not _is_executor(kind, count, scheduler):
         yield None
         return
     from spformat.checkpoint import open_workers
@@ -317,6 +352,7 @@ def _matrix(
     from spformat.formats.convert import convert
     from spformat.interop.matrix_output import check_matrix, target_of, write_matrix
     from spformat.preprocess.structure import count_nonzeros
+    from spformat.storage.output import check_target
 
     if not is_matrix(dst) and not dst.endswith(".safetensors"):
         raise UsageError(
@@ -332,6 +368,7 @@ def _matrix(
     except (LimitError, StructureError) as e:
         raise e.at(path=src, tensor=name) from None
     if dry_run:
+        check_target(dst, overwrite=force)
         if is_matrix(dst):
             check_matrix(dst, converted, pattern_only=values == "ones")
     elif is_matrix(dst):

@@ -49,7 +49,8 @@ def one_each(rows: Iterable[T], name: Callable[[T], str]) -> list[Group[T]]:
 def counted(groups: Sequence[Group[T]]) -> str:
     """ "291 tensors", and how many lines they have if fewer."""
     n = sum(len(group.rows) for group in groups)
-    return f"{n} tensors" + (f" on {len(groups)} lines (--long: one each)" if len(groups) < n else "")
+    tensors, lines = (f"{count} {what}{'s'[: count != 1]}" for count, what in ((n, "tensor"), (len(groups), "line")))
+    return tensors + (f" on {lines} (--long: one each)" if len(groups) < n else "")
 
 
 def without_numbers(text: str) -> str:

@@ -12,8 +12,10 @@ from .output import notes
 from .pipe import typed
 
 _NOT_OF_CONVERT = {"--fail-if-larger", "--json", "--dry-run"}
-_OF_CHECKPOINTS = ("--include", "--device")
-"""Options of inspect that convert refuses beside a file with one matrix."""
+_OF_CHECKPOINTS = ("--include", "--exclude", "--device", "--rule", "--misfit", "--nonfinite")
+"""Options of inspect and plan that convert refuses beside a file with one matrix."""
+_CHOOSING = ("--rule", "--misfit")
+"""Those of them by which plan chooses a target."""
 
 
 def hint(command: str) -> None:
@@ -53,8 +55,11 @@ def takes_misfit() -> bool:
     return verb == "plan" or (verb == "convert" and not any(map(is_matrix, sys.argv[2:])))
 
 
-def conversion_of(src: str) -> str:
-    """The command that converts ``src`` with the options that were typed, into a name beside it; --to auto without."""
+def conversion_of(src: str, target: str = "") -> str:
+    """The command that converts ``src`` with the options that were typed, into a name beside it; --to auto without.
+
+    target: what plan has chosen for a matrix in a file of its own, where --rule is refused.
+    """
     from spformat.checkpoint.matrix_file import is_matrix
 
     words = [w for w in sys.argv[2:] if w not in _NOT_OF_CONVERT]
@@ -62,10 +67,14 @@ def conversion_of(src: str) -> str:
         words = [re.sub(r"^--device(?==|$)", "--gpu", w) for w in words]
     for flag in ("--plot", *(_OF_CHECKPOINTS if is_matrix(src) else ())):
         words = _without(flag, words)
+    if is_matrix(src) and any(map(was_given, _CHOOSING)):
+        for flag in ("--to", "-n", "--columns", "--gpu"):
+            words = _without(flag, words)
+        words += ["--to", target]
     source = typed(src)
     if source in words:
         words.remove(source)
-    if not was_given("--to"):
+    if "--to" not in words and not was_given("--to"):
         words += ["--to", "auto"]
     return shlex.join(["spformat", "convert", source, _beside(src), *words])
 

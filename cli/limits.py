@@ -37,7 +37,7 @@ _SWITCHES = {
 _PATHS = ("src", "dst", "a", "b")
 _QUIET = typer.Option("--quiet", "-q", help="No progress, hints or summaries: only data, warnings and errors.")
 _LINKS = (
-    "Folder that symlinks in a checkpoint may lead into, repeatable (for a Hugging Face cache: its models--* folder)."
+    "Folder that symlinks out of a checkpoint may lead into, repeatable. Those of a Hugging Face cache are followed."
 )
 
 

@@ -76,9 +76,15 @@ def main() -> None:
     set_quiet(False)
     if closed:  # no answer could be printed, so nothing is started
         sys.exit(_of_stdout("it is closed, so nothing was started; > /dev/null drops the output"))
-    for name, code in _SIGNALS.items():
+    ends: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        ends.append(_SIGNALS[signal.Signals(number).name])
+        sys.exit(ends[0])
+
+    for name in _SIGNALS:
         if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda *_, code=code: sys.exit(code))
+            signal.signal(getattr(signal, name), end)
     interrupted, ended = threading.Event(), threading.Event()
 
     def interrupt(number: int, frame: Any) -> None:
@@ -107,8 +113,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(verdict())
     except Exception as e:
-        if interrupted.is_set():  # an import that Ctrl-C cuts off may end with any error
-            _leave(130)
+        if interrupted.is_set() or ends:  # an import that a signal cuts off may end with any error
+            _leave(130 if interrupted.is_set() else ends[0])
         if os.environ.get("SPFORMAT_DEBUG"):
             raise
         sys.exit(_code_of(e))

@@ -69,24 +69,26 @@ def run(
 
 
 def advise(src: str, outcomes: Any, as_json: bool) -> None:
-    """The command to type next."""
+    """The command to type next; none to prune a matrix in a file of its own, which convert does not."""
+    from spformat.checkpoint.matrix_file import is_matrix
+
     if as_json:
         return
     if any(o.error for o in outcomes):
         if not was_given("--misfit"):
             hint(again("--misfit", "keep"))
-    elif any(o.target != "keep" for o in outcomes):
-        hint(conversion_of(src))
+    elif any(o.target != "keep" for o in outcomes) and not (is_matrix(src) and was_given("--prune")):
+        hint(conversion_of(src, outcomes[0].target))
 
 
-def foresee(src: str, chosen: Any, silent: bool, layout: str = "neutral") -> Any:
+def foresee(src: str, chosen: Any, silent: bool, layout: str = "neutral", part: str = "") -> Any:
     """The outcomes that a conversion would have."""
+    from spformat.checkpoint import Part, bytes_to_convert
     from spformat.checkpoint.foresee import foresee_checkpoint
-    from spformat.checkpoint.source import open_source
 
-    total = sum(size for _, _, size in open_source(src).records.values())
-    with progress(total, "read", silent) as step:
-        return foresee_checkpoint(src, chosen, lambda o: step(o.name, o.bytes_in), layout=layout)
+    of = Part.parse(part) if part else None
+    with progress(bytes_to_convert(src, chosen, of), "read", silent) as step:
+        return foresee_checkpoint(src, chosen, lambda o: step(o.name, o.bytes_in), layout=layout, part=of)
 
 
 def show_report(report: Any, as_json: bool, long: bool, path: str, **extra: Any) -> None:

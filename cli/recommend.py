@@ -84,7 +84,10 @@ def run(
         usual = {"objective": "time", "b_layout": "row"}
         target = ",".join(f"{key}={value}" for key, value in stated.items() if value != usual[key])
         words = ["spformat", "plan", typed(src), "--to", f"fastest:{target}" if target else "fastest", "-n", columns]
-        hint(shlex.join([*words, *(() if device == "H200" else ("--gpu", device)), *words_of(include)]))
+        words += [] if device == "H200" else ["--gpu", device]
+        if any(r[0].total_us is None for _, r in rows):  # of a type that no kernel multiplies: plan would end with 3
+            words += ["--misfit", "keep"]
+        hint(shlex.join([*words, *words_of(include)]))
 
 
 def _print(rows: list[Row], long: bool) -> None:

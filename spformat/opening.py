@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from .errors import UsageError
 from .interop import MATRIX_SUFFIXES
 from .storage import container
-from .storage.files import Path
+from .storage.files import Path, path_text
 from .storage.filewriter import Tensor
 
 if TYPE_CHECKING:
@@ -74,10 +75,12 @@ def load(
 
     Raises the errors of ``open``, and DescriptorError for a dense checkpoint.
     """
-    where = os.fspath(path)
+    where = path_text(path)
+    if not isinstance(names, Iterable | None):
+        raise UsageError(f"names: expected a list of names, or one, got {names!r:.80}")
     options = {"allow_unchecked": allow_unchecked, "ignore_unknown": ignore_unknown}
     if os.path.isdir(where) or where.lower().endswith(MATRIX_SUFFIXES):
         from .checkpoint.opened import load_all
 
-        return load_all(path, names, device, **options)
-    return container.load(path, names, device, **options)
+        return load_all(where, names, device, **options)
+    return container.load(where, names, device, **options)

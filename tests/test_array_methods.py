@@ -293,3 +293,17 @@ def test_items_in_any_order_are_sorted_by_one_key(monkeypatch: pytest.MonkeyPatc
         got = sf.from_scipy(given).validate()
         assert got.name == layout
         assert np.array_equal(got.to_dense(), want)
+
+
+@pytest.mark.parametrize("spec", ["csr", "bitmask", "dense"])
+def test_int8_times_a_wider_integer_of_numpy_is_refused_where_numpy_widens(spec: str) -> None:
+    """numpy gives int64, which no format has; in int8 the products would wrap without a word."""
+    x = np.array([[100, 0], [0, -3]], np.int8)
+    a = sf.convert(x, spec)
+    for wide in (np.int64(2), np.int16(2), np.uint8(2)):
+        for product in (lambda wide=wide: a * wide, lambda wide=wide: wide * a):
+            with pytest.raises(sf.errors.UsageError, match=r"is int\d+, which is no value type: int\(factor\) stays"):
+                product()
+    np.testing.assert_array_equal((a * np.int8(2)).to_dense(), x * np.int8(2))
+    np.testing.assert_array_equal((a * 2).to_dense(), x * 2)  # as numpy has it, in int8
+    np.testing.assert_array_equal((a.astype("float64") * np.int64(2)).to_dense(), x * 2.0)

@@ -377,3 +377,16 @@ def test_validate_finds_a_flipped_byte(tmp_path: Path) -> None:
     bad = [v for v in verdicts if v.error]
     assert {type(v.error) for v in bad} == {sf.errors.IntegrityError}
     assert {v.format for v in bad} >= {"file"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("format", "bitmask"), ("shape", [1, 1]), ("dtype", "int8"), ("format", 3)])
+def test_validate_finds_a_manifest_that_says_otherwise_than_the_shard(tmp_path: Path, key: str, value: Any) -> None:
+    convert_checkpoint(SOURCES[0], tmp_path / "out", Recipe(to="csr"))
+    assert all(v.error is None for v in validate_checkpoint(tmp_path / "out"))
+    path = tmp_path / "out" / "spformat.json"
+    tree = json.loads(path.read_text())
+    name = next(n for n, t in tree["tensors"].items() if t["format"] == "csr")
+    tree["tensors"][name][key] = value
+    path.write_text(json.dumps(tree))
+    ((bad, error),) = [(v.name, v.error) for v in validate_checkpoint(tmp_path / "out") if v.error]
+    assert (bad, error.exit_code, f"expected {key} " in str(error)) == (name, 65, True)

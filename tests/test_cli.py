@@ -94,6 +94,10 @@ def test_plan_equals_convert_and_writes_nothing(tmp_path: Path) -> None:
     key = lambda tree: [(t["name"], t["target"], t.get("bytes_out")) for t in tree["tensors"]]  # noqa: E731
     assert key(foreseen) == key(dry) == key(real)
     assert foreseen["bytes_out"] == real["bytes_out"]
+    foreseen = json.loads(spformat("plan", SHARDED, "--to", "dense", "--json").stdout)
+    real = json.loads(spformat("convert", SHARDED, tmp_path / "dense", "--to", "dense", "--json").stdout)
+    assert key(foreseen) == key(real)
+    assert {t["target"] for t in real["tensors"] if len(t["shape"]) == 1} == {"keep"}
     larger = spformat("plan", SHARDED, "--to", "csr", "--fail-if-larger")
     assert larger.returncode == 1
     assert "larger than dense" in larger.stdout + larger.stderr

@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import scipy.sparse as sp
@@ -58,10 +59,72 @@ def test_a_dry_run_refuses_what_a_matrix_file_cannot_hold(here: Path, typed: str
     assert done.code == 2
 
 
-@pytest.mark.parametrize("typed", ["inspect m.npz --include m", "plan m.npz --include=m --to bitmask"])
+@pytest.fixture
+def folders(here: Path) -> Path:
+    """A folder model of two shards, its conversion done, and the file taken, beside the files of ``here``."""
+    for i in (1, 2):
+        x = np.eye(32, dtype=np.float32) * i
+        Path("model").mkdir(exist_ok=True)
+        sf.save_dense(f"model/model-0000{i}-of-00002.safetensors", {f"layer.{i}": x})
+    assert command("convert", "model", "done", "--quiet").code == 0
+    Path("taken").write_text("theirs")
+    return here
+
+
+@pytest.mark.parametrize(
+    ("typed", "code"),
+    [
+        ("model model", 73), ("model model/inside", 73), ("model .", 73), ("model done", 73), ("model taken", 73),
+        ("model done --resume --to csr", 73), ("model one.safetensors", 73), ("m.safetensors m.safetensors", 73),
+        ("m.safetensors nowhere/out.safetensors", 73), ("m.npz m.npz", 73), ("m.npz m.safetensors", 73),
+        ("model out --part 3/2", 2), ("model out --part 1", 2), ("model out --executor cluster", 2),
+        ("model out --workers 2", 2), ("model out --executor threads --scheduler tcp://x:1", 2),
+        ("model out --executor threads --device cuda:0,cuda:1", 2), ("m.safetensors out.safetensors --part 1/2", 2),
+        ("model out --device cuda:64", 69), ("model model --in-place", 2), ("model out --in-place", 2),
+    ],
+)  # fmt: skip
+def test_a_dry_run_refuses_what_the_run_refuses(folders: Path, typed: str, code: int) -> None:
+    """As names lead into another folder and options contradict one another, without a tensor being read."""
+    dry, done = (command("convert", *typed.split(), *flags) for flags in (["--dry-run"], []))
+    assert dry == done
+    assert done.code == code, done.err
+    assert not Path("out").exists()
+
+
+def test_a_dry_run_of_a_part_has_the_tensors_of_that_part(folders: Path) -> None:
+    words = ("convert", "model", "out", "--part", "2/2", "--json")
+    dry, done = (json.loads(command(*words, *flags).out)["tensors"] for flags in (["--dry-run"], []))
+    assert [t["name"] for t in dry] == [t["name"] for t in done] == ["layer.2"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "inspect m.npz --include m", "plan m.npz --include=m --to bitmask", "plan m.npz --rule *=csr",
+        "plan m.npz --to two-four --misfit bitmask", "plan m.npz --rule *=fastest -n 4",
+    ],
+)  # fmt: skip
 def test_the_conversion_after_a_look_at_a_matrix_file_works(here: Path, typed: str) -> None:
-    answer = command(*hint_of(command(*typed.split()).err))
+    planned = command(*typed.split())
+    answer = command(*hint_of(planned.err), "--json")
     assert answer.code == 0, answer.err
+    if typed.startswith("plan"):
+        (row,) = json.loads(command(*typed.split(), "--json").out)["tensors"]
+        assert json.loads(answer.out)["target"] == row["target"]
+
+
+def test_the_plan_after_recommend_works_where_no_kernel_multiplies_a_tensor(here: Path) -> None:
+    x = np.eye(64, dtype=np.float32)
+    sf.save_dense("mixed.safetensors", {"w": x, "small": x.astype(ml_dtypes.float8_e4m3fn)})
+    words = hint_of(command("recommend", "mixed.safetensors", "-n", "4").err)
+    planned = command(*words, "--json")
+    assert planned.code == 0, planned.err
+    assert [t["target"] == "keep" for t in json.loads(planned.out)["tensors"]] == [False, True]
+
+
+def test_no_conversion_is_advised_that_would_prune_a_matrix_file(here: Path) -> None:
+    planned = command("plan", "m.npz", "--to", "two-four", "--prune", "magnitude")
+    assert (planned.code, "hint: " in planned.err) == (0, False), planned.err
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,13 @@ def test_errors_about_a_pipe_name_standard_input(tmp_path: Path) -> None:
         assert (r.returncode, r.stderr.startswith("error: standard input: "), end in r.stderr) == (65, True, False)
 
 
+def test_parts_of_a_pipe_are_refused(tmp_path: Path) -> None:
+    """Each part would read a pipe of its own, and merge none."""
+    r = shell(f"S convert - {tmp_path}/out --part 1/2 --json < {DIGITS}")
+    assert (r.returncode, "write what the pipe brings to one first" in r.stderr) == (2, True), r.stderr
+    assert not any(tmp_path.iterdir())
+
+
 def test_differences_of_a_pipe_name_it(tmp_path: Path) -> None:
     sf.save_dense(tmp_path / "w.safetensors", {"v": np.eye(8, dtype=np.float32)})
     r = shell(f"S diff - {DIGITS} --json < {tmp_path}/w.safetensors")

@@ -306,10 +306,11 @@ def test_urls(tmp_path: Path) -> None:
     for verb, *more in (["inspect"], ["validate"], ["plan"], ["explain"], ["diff", DIGITS]):
         r = spformat(verb, f"file://{DIGITS}", *more)
         assert r.returncode == 0, r.stderr
-    url = "s3://bucket/a.mtx"
+    url = "nosuch://bucket/a.mtx"  # test_remote.py converts one that is there
     r = spformat("convert", url, tmp_path / "a.safetensors", "--to", "csr")
-    assert r.returncode == 66
-    assert f"{url}: a URL: this takes local files only" in r.stderr
+    assert r.returncode == 2
+    assert f"{url}: " in r.stderr
+    assert not any(tmp_path.iterdir())
     with pytest.raises(sf.errors.InputError, match="a URL"):
         sf.load("s3://bucket/a.safetensors")
 
@@ -322,6 +323,24 @@ def test_matrix_files_in_capitals(graph: Path, tmp_path: Path) -> None:
     assert sf.load(tmp_path / "g.safetensors")["G"] == sf.load(graph / "g.safetensors")["g"]
     assert "--max-memory" in spformat("inspect", upper).stderr
     assert spformat("bench", upper, "-n", "1", "--repeats", "1").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["convert", "g.npz", "out.safetensors", "--seed", "1"], "--seed is for --values normal"),
+        (["convert", "g.npz", "out.safetensors", "--values", "ones", "--seed", "1"], "--seed is for --values normal"),
+        (["convert", "g.safetensors", "out", "--nonfinite", "keep"], "nonfinite: expected prune='magnitude'"),
+        (["plan", "g.safetensors", "--nonfinite", "keep"], "nonfinite: expected prune='magnitude'"),
+    ],
+)
+def test_options_that_another_option_needs(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], text: str
+) -> None:
+    monkeypatch.chdir(graph)
+    r = spformat(*words)
+    assert (r.returncode, text in r.stderr) == (2, True), r.stderr
+    assert not any(graph.glob("out*"))
 
 
 def test_nothing_is_written_to_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

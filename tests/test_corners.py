@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gc
 import json
 import os
@@ -16,7 +17,8 @@ from catalogue import command
 from test_parts import SINGLE, tree, whole
 
 import spformat as sf
-from spformat.checkpoint import Part, convert_checkpoint, merge_parts, open_source
+from spformat.checkpoint import Part, Recipe, Rule, convert_checkpoint, merge_parts, open_source, plan_tensors
+from spformat.storage import output
 
 
 def folder_with_index(tmp_path: Path, **more: Any) -> Path:
@@ -198,3 +200,88 @@ def test_the_reference_gives_no_warnings() -> None:
         warnings.simplefilter("error")
         for alpha in (1.0, 0.5):
             sf.spmm(a, B, backend="reference", alpha=alpha)
+
+
+def test_a_full_disk_leaves_finished_files_and_the_error_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (model := tmp_path / "model").mkdir()
+    folder_with_index(model)
+    reserve, shards = output._allocate, list[int]()
+
+    def fails_at_the_second_shard(fd: int, size: int) -> None:
+        if size in shards:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        shards.append(size)  # journals have other sizes
+        reserve(fd, size)
+
+    monkeypatch.setattr(output, "_allocate", fails_at_the_second_shard)
+    stopped = command("convert", model, tmp_path / "out", "--to", "csr")
+    assert stopped.code == 74
+    assert "out has 1 finished file, and a journal: when that is mended, --resume goes on" in stopped.err
+    monkeypatch.undo()
+    assert command("convert", model, tmp_path / "out", "--to", "csr", "--resume").code == 0
+
+
+@pytest.mark.parametrize("name", ["out.pt", "out.BIN", "out.npz", "out.npy"])
+def test_a_folder_does_not_get_the_name_of_another_kind_of_file(tmp_path: Path, name: str) -> None:
+    model = folder_with_index(tmp_path)
+    with pytest.raises(sf.errors.UsageError, match=r"expected a folder, or one file ending in \.safetensors, got \."):
+        convert_checkpoint(model, tmp_path / name, "csr")
+    assert not (tmp_path / name).exists()
+
+
+def test_a_folder_without_shards_is_answered_with_one_below_that_has_some(tmp_path: Path) -> None:
+    for below in ("unet", "snapshots/c0ffee"):
+        (tmp_path / "model" / below).mkdir(parents=True)
+        sf.save_dense(tmp_path / "model" / below / "model.safetensors", {"w": np.eye(4, dtype=np.float32)})
+        answer = command("inspect", tmp_path / "model")
+        assert (answer.code, f"{below} has some: name {tmp_path / 'model' / below} instead" in answer.err) == (66, True)
+        assert command("inspect", tmp_path / "model" / below).code == 0
+        (tmp_path / "model" / below / "model.safetensors").unlink()
+
+
+def test_hidden_files_are_no_shards(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (folder_with_index(model) / "model.safetensors.index.json").unlink()
+    (model / "._model-00001-of-00002.safetensors").write_bytes(b"Mac OS X        ")
+    (model / ".copy.safetensors").write_bytes((model / "model-00001-of-00002.safetensors").read_bytes())
+    assert list(open_source(model).records) == ["a", "b"]
+    convert_checkpoint(model, tmp_path / "out", "csr")
+    assert not list((tmp_path / "out").glob(".*"))
+    (model / "a b.safetensors").write_bytes(b"")
+    with pytest.raises(sf.errors.PathError, match=r"got 'a b\.safetensors'; rename the file") as e:
+        open_source(model)
+    assert e.value.path == str(model)
+
+
+@pytest.mark.parametrize("to", [" dense", "dense ", "dense:", "\tdense\n"])
+def test_blanks_around_a_target_do_not_make_a_dense_checkpoint_a_packed_one(tmp_path: Path, to: str) -> None:
+    (model := tmp_path / "model").mkdir()
+    folder_with_index(model)
+    convert_checkpoint(model, tmp_path / "out", to)
+    assert command("convert", model, tmp_path / "by-command", "--to", to).code == 0
+    for out in ("out", "by-command"):
+        assert {p.name for p in (tmp_path / out).iterdir()} == {p.name for p in model.iterdir()}
+    assert Recipe(rules=["*= csr "], misfit=" keep").rules == (Rule("*", "csr"),)  # type: ignore[arg-type]
+
+
+def test_one_pattern_or_rule_may_stand_for_a_list(tmp_path: Path) -> None:
+    source = open_source(folder_with_index(tmp_path))
+    for recipe in (Recipe("csr", include="a"), Recipe("csr", exclude=["b"]), Recipe("keep", rules="a=csr")):  # type: ignore[arg-type]
+        assert [plan.target for plan in plan_tensors(source, recipe)] == ["csr", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"recipe": {"to": "csr"}}, "recipe: expected a Recipe"), ({"recipe": None}, "recipe: expected a Recipe"),
+        ({"part": (1, 2)}, "part: expected a text i/n"), ({"executor": "threads"}, "executor: expected one of"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_kind_are_named(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(sf.errors.UsageError, match=text):
+        convert_checkpoint(folder_with_index(tmp_path), tmp_path / "out", **options)
+    for field, value in (("to", 5), ("misfit", None), ("include", None), ("rules", {"a": "csr"}), ("rules", ["a"])):
+        with pytest.raises(sf.errors.UsageError, match=rf"^({'target' if field == 'to' else field[:4]})"):
+            Recipe(**{field: value})  # type: ignore[arg-type]

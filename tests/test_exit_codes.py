@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,17 @@ def test_no_stream_at_all(dense: Path) -> None:
     answer = shell('exec 3>"$2"; spformat validate "$1" >&- 2>&- <&-; echo $? >&3', dense, dense.parent / "code")
     assert answer.returncode == 0
     assert (dense.parent / "code").read_text() == "74\n"
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_that_cuts_off_an_import_is_no_bug(name: str, code: int) -> None:
+    """Python 3.11 raises RuntimeError from whatever ends ``__set_name__``."""
+    cut = (
+        "import os, signal, sys, time\nfrom spformat_cli import main\n"
+        "def app(**options):\n"
+        f"    try:\n        os.kill(os.getpid(), signal.{name}); time.sleep(9)\n"
+        "    except BaseException as e:\n        raise RuntimeError('Error calling __set_name__') from e\n"
+        "main.app = app\nmain.main()\n"
+    )
+    r = subprocess.run([sys.executable, "-c", cut], capture_output=True, text=True, timeout=60)
+    assert (r.returncode, r.stderr) == (code, "")

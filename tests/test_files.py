@@ -92,6 +92,37 @@ def test_f01_ordinary_names_pass(tmp_path: Path) -> None:
         assert files.member(tmp_path, name, ".safetensors") == str(tmp_path / name)
 
 
+def test_f02_links_of_a_hugging_face_cache_lead_to_its_blobs_alone(tmp_path: Path) -> None:
+    repository = tmp_path / "hub" / "models--org--x"
+    for name in ("blobs", "snapshots/c0ffee/unet", "../models--org--y/blobs"):
+        (repository / name).mkdir(parents=True)
+    (repository / "blobs" / "1").write_bytes(b"x")
+    (repository / "../models--org--y/blobs/1").write_bytes(b"y")
+    snapshot, name = repository / "snapshots" / "c0ffee", "x.safetensors"
+    (snapshot / name).symlink_to("../../blobs/1")
+    (snapshot / "unet" / name).symlink_to("../../../blobs/1")
+    (snapshot / "inside.safetensors").symlink_to("unet/../inside")
+    (snapshot / "other.safetensors").symlink_to("../../../models--org--y/blobs/1")
+    (snapshot / "chain.safetensors").symlink_to("../../blobs/2")
+    (repository / "blobs" / "2").symlink_to("/etc/passwd")
+    (tmp_path / "link").symlink_to(snapshot)  # a folder may be named through a link
+    for folder, linked in ((snapshot, name), (snapshot / "unet", name), (tmp_path / "link", name)):
+        assert files.member(folder, linked) == str(folder / linked)
+    assert files.member(snapshot, "inside.safetensors")
+    for outside in ("other.safetensors", "chain.safetensors"):
+        with pytest.raises(PathError, match="symlink leads to"):
+            files.member(snapshot, outside)
+    (repository / "blobs").rename(tmp_path / "elsewhere")
+    (repository / "blobs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PathError, match="symlink leads to"):
+        files.member(snapshot, name)
+    (repository / "blobs").unlink()
+    (tmp_path / "elsewhere").rename(repository / "blobs")
+    repository.rename(tmp_path / "hub" / "x")  # another folder than those of a cache
+    with pytest.raises(PathError, match="symlink leads to"):
+        files.member(tmp_path / "hub" / "x" / "snapshots" / "c0ffee", name)
+
+
 def test_f02_a_link_out_of_the_folder_needs_its_root_named(tmp_path: Path) -> None:
     blobs, snapshot_folder = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()

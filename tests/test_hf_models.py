@@ -270,8 +270,9 @@ def test_sizes_of_shards_are_given_as_transformers_takes_them(packed: Path, tmp_
     model.save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("spformat-*.safetensors"))) > 1
     assert torch.equal(logits(load(tmp_path)), logits(model))
-    with pytest.raises(sf.errors.UsageError, match=r"max_shard_size: expected bytes .* got 'large'"):
-        model.save_pretrained(tmp_path, max_shard_size="large")
+    for wrong in ("large", 0, -1, "0GB"):
+        with pytest.raises(sf.errors.UsageError, match=rf"max_shard_size: expected bytes .* got {wrong!r}"):
+            model.save_pretrained(tmp_path, max_shard_size=wrong)
 
 
 def test_options_that_would_be_lost_are_refused(packed: Path, tmp_path: Path) -> None:

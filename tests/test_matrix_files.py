@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 from safetensors.numpy import save_file
-from scipy.io import mmread
+from scipy.io import mmread, mmwrite
 from test_checkpoint import tree
 from test_cli import SHARDED, spformat
 from test_first_hour import two_four
 
 import spformat as sf
+from spformat.interop.matrices import read_matrix
 from spformat.interop.smtx import read_smtx
 
 # --- files with one matrix
@@ -176,3 +177,18 @@ def test_a_pipe_is_read_as_a_file(one: Path, tmp_path: Path) -> None:
     os.mkfifo(fifo)
     r = spformat("inspect", fifo)
     assert (r.returncode, "spformat inspect - < PIPE" in r.stderr) == (66, True), r.stderr
+
+
+@pytest.mark.parametrize("name", ["csr.npz", "csc.npz", "coo.npz", "coo.mtx"])
+def test_a_file_with_repeated_entries_is_refused_with_the_way_to_sum_them(tmp_path: Path, name: str) -> None:
+    """As scipy saves a matrix that was assembled from parts; in memory, too, the refusal says so."""
+    a = sp.coo_array((np.ones(3), ([0, 0, 1], [3, 3, 1])), shape=(2, 8)).asformat("coo")
+    parts = {"csr": ([3, 3, 1], [0, 2, 3], (2, 8)), "csc": ([0, 0, 1], [0, 2, 3], (2, 2))}
+    kind, _, end = name.partition(".")
+    if kind in parts:
+        indices, indptr, shape = parts[kind]
+        a = getattr(sp, f"{kind}_array")((np.ones(3), indices, indptr), shape=shape)
+    (sp.save_npz if end == "npz" else mmwrite)(tmp_path / name, a)
+    with pytest.raises(sf.errors.OrderError, match=r"repeats it.*a\.sum_duplicates\(\) of scipy does") as e:
+        read_matrix(tmp_path / name)
+    assert e.value.path == str(tmp_path / name)

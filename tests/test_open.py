@@ -18,7 +18,11 @@ from safetensors.numpy import save_file
 from test_cli import DIGITS, SHARDED, spformat
 
 import spformat as sf
+from spformat.checkpoint import convert_checkpoint, merge_parts, open_source
+from spformat.checkpoint.check import validate_checkpoint
 from spformat.errors import DescriptorError, IntegrityError, UsageError
+from spformat.interop.matrices import read_matrix
+from spformat.interop.matrix_output import write_matrix
 
 
 def values(x: Any) -> np.ndarray[Any, Any]:
@@ -231,3 +235,46 @@ def test_tensors_are_read_to_a_device(packed: Path) -> None:
             assert x.get().tobytes() == on_host[name].tobytes()
     assert all(x.device.id == 0 if isinstance(x, cupy.ndarray) else x.device == "cuda:0"
                for x in sf.load(packed, device="cuda").values())  # fmt: skip
+
+
+class InBytes:
+    """A path that names itself in bytes, as ``os.PathLike`` may."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = os.fsencode(path)
+
+    def __fspath__(self) -> bytes:
+        return self.path
+
+
+@pytest.mark.parametrize("kind", [os.fsencode, InBytes])
+def test_a_path_may_be_bytes(tmp_path: Path, kind: Any) -> None:
+    w = np.eye(8, dtype=np.float32)
+    packed, dense, folder, matrix = (kind(tmp_path / n) for n in ("p.safetensors", "d.safetensors", "f", "m.npz"))
+    sf.save(packed, {"w": sf.convert(w, "csr")})
+    sf.save_dense(dense, {"w": w})
+    write_matrix(matrix, w)
+    convert_checkpoint(dense, folder, "csr")
+    convert_checkpoint(folder, kind(tmp_path / "g.safetensors"), "dense")
+    for path in (packed, folder, matrix):
+        (x,) = sf.load(path).values()
+        np.testing.assert_array_equal(x.to_dense(), w)
+    with sf.open(folder) as f, sf.safe_open(packed) as g:
+        assert f["w"] == g["w"]
+    assert [r.error for r in validate_checkpoint(folder)] == [None]
+
+
+@pytest.mark.parametrize("path", [None, 3, 1.5, ["a"]])
+def test_what_is_no_path_is_named(path: Any) -> None:
+    calls = (
+        lambda: sf.save(path, {"w": np.ones(3)}), lambda: sf.save_dense(path, {"w": np.ones(3)}),
+        lambda: sf.load(path), lambda: sf.open(path), lambda: sf.safe_open(path), lambda: open_source(path),
+        lambda: convert_checkpoint(path, "out"), lambda: convert_checkpoint(str(DIGITS), path),
+        lambda: merge_parts(path), lambda: read_matrix(path), lambda: write_matrix(path, np.ones((2, 2))),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(UsageError, match="expected a path, as text or a") as e:
+            call()
+        assert str(path) in str(e.value)
+    with pytest.raises(UsageError, match="names: expected a list of names, or one, got 5"):
+        sf.load(DIGITS, 5)  # type: ignore[arg-type]

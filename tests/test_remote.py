@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from catalogue import command
 from test_parts import SHARDED, SINGLE, tree, whole
 
 import spformat as sf
 from spformat.checkpoint import convert_checkpoint, remote, transfers
+from spformat.interop.matrix_output import write_matrix
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec is missing: pip install 'spformat[remote]'")
 
@@ -174,3 +176,44 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         convert_checkpoint("memory://bucket/model", tmp_path / "out")
     assert not transfers.is_remote(tmp_path)
     assert not transfers.is_remote("C:/x")
+
+
+def test_the_command_converts_a_matrix_file_behind_a_url(
+    tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    w = np.eye(8, dtype=np.float32)
+    write_matrix("w.npz", w)
+    memory.pipe_file("/bucket/w.npz", Path("w.npz").read_bytes())
+    memory.pipe_file("/bucket/broken.npz", b"PK")
+    for source in ("memory://bucket/w.npz", f"file://{tmp_path}/w.npz"):
+        for target in ("w.safetensors", "other.npz"):
+            done = command("convert", source, target, "--to", "csr", "--force")
+            assert done.code == 0, done.err
+            ((name, x),) = sf.load(target).items()
+            assert name == ("other" if target == "other.npz" else "w")
+            np.testing.assert_array_equal(x.to_dense(), w)
+    broken = command("convert", "memory://bucket/broken.npz", "x.safetensors")
+    assert (broken.code, broken.err.startswith("error: memory://bucket/broken.npz: ")) == (65, True), broken.err
+    same = command("convert", f"file://{tmp_path}/w.npz", "w.npz", "--force")
+    assert (same.code, "input and output are the same file" in same.err) == (73, True)
+    there = command("convert", "w.npz", "memory://bucket/x.npz")
+    assert (there.code, memory.exists("/bucket/x.npz")) == (2, False)
+
+
+def test_a_dry_run_refuses_a_url_as_the_run_does_and_uploads_nothing(tmp_path: Path, memory: Any) -> None:
+    put(memory, SHARDED, "/bucket/packed")
+    (tmp_path / "here").mkdir()
+    for target, flags, code in (
+        ("memory://bucket/packed", (), 73), ("nosuch://x/y", (), 2), ("memory://bucket/new", ("--part", "1/2"), 2),
+        ("memory://bucket/new", ("--in-place",), 2), (f"file://{tmp_path}", (), 0),
+    ):  # fmt: skip
+        words = ("convert", SHARDED, target, "--to", "csr", *flags)
+        dry = command(*words, "--dry-run")
+        assert dry.code == code, dry.err
+        if code:
+            assert dry == command(*words)
+    assert command("convert", SHARDED, "memory://bucket/new", "--dry-run").code == 0
+    assert not memory.exists("/bucket/new")
+    assert command("convert", "memory://bucket/packed", tmp_path / "a" / "b", "--dry-run").code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["here"]

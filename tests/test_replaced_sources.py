@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import spformat as sf
-from spformat.checkpoint import convert_checkpoint, open_source, parts, run
+from spformat.checkpoint import convert_checkpoint, open_source, parts, start
 
 OTHER = {
     "another dtype": np.ones((8, 8), np.float16),
@@ -36,14 +36,14 @@ def replace_second(model: Path, x: np.ndarray[Any, Any]) -> None:
 @pytest.mark.parametrize("x", OTHER.values(), ids=OTHER.keys())
 @pytest.mark.parametrize("to", ["csr", "dense", "keep"])
 def test_after_planning(model: Path, x: Any, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = run.plan_tensors
+    plan = start.plan_tensors
 
     def planned(*given: Any) -> Any:
         plans = plan(*given)
         replace_second(model, x)
         return plans
 
-    monkeypatch.setattr(run, "plan_tensors", planned)
+    monkeypatch.setattr(start, "plan_tensors", planned)
     with pytest.raises(sf.errors.IntegrityError, match="replaced or changed after its header was read") as e:
         convert_checkpoint(model, model.parent / "out", to)
     assert e.value.path == str(model / "model-00002-of-00002.safetensors")

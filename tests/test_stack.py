@@ -20,6 +20,7 @@ from test_parts import tree
 import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES
 from spformat.checkpoint import Recipe, Rule, convert_checkpoint, merge_parts
+from spformat.checkpoint.check import validate_checkpoint
 from spformat.checkpoint.diff import diff_checkpoints
 from spformat.checkpoint.foresee import foresee_checkpoint
 from spformat.errors import UsageError
@@ -346,3 +347,14 @@ def test_what_a_stack_is_made_of() -> None:
     for nothing in (None, 5):
         with pytest.raises(UsageError, match="several matrices"):
             sf.stack(nothing)  # type: ignore[arg-type]
+
+
+def test_the_manifest_of_a_stack_whose_matrices_differ_in_params_is_sound(tmp_path: Path) -> None:
+    x = np.zeros((3, 40, 40), np.float32)
+    for i in range(3):
+        x[i, : 5 + 10 * i, : 3 + 9 * i] = 1
+    sf.save_dense(tmp_path / "in.safetensors", {"w": x})
+    convert_checkpoint(tmp_path / "in.safetensors", tmp_path / "out", "ell-buckets")
+    with sf.safe_open(tmp_path / "out" / "spformat-00001-of-00001.safetensors") as f:
+        assert len({tuple(m.params().items()) for m in f.read("w")}) > 1
+    assert [v.error for v in validate_checkpoint(tmp_path / "out")] == [None]

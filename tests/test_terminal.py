@@ -338,15 +338,16 @@ def test_bench_without_kernels_says_what_to_install_before_it_measures() -> None
     assert "numba is not installed: pip install 'spformat[cpu]'" in r.stderr
 
 
-def test_a_link_of_a_cache_is_answered_with_the_command_that_follows_it(tmp_path: Path) -> None:
-    snapshot, blobs = (tmp_path / "models--org--x" / name for name in ("snapshots/abc", "blobs"))
+def test_a_link_is_answered_with_the_command_that_follows_it(tmp_path: Path) -> None:
+    """Here of a cache under another name; what the links of others lead to is a file of their repository."""
+    snapshot, blobs = (tmp_path / "a-cache" / name for name in ("snapshots/abc", "blobs"))
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     (blobs / "123").write_bytes(DIGITS.read_bytes())
     (snapshot / "model.safetensors").symlink_to("../../blobs/123")
     r = spformat("inspect", snapshot, cwd=tmp_path)
     hint = next(line for line in r.stderr.splitlines() if line.startswith("hint: "))
-    assert hint == f"hint: spformat inspect {snapshot} --follow-symlinks {tmp_path / 'models--org--x'}"
+    assert hint == f"hint: spformat inspect {snapshot} --follow-symlinks {tmp_path / 'a-cache'}"
     assert spformat(*hint.split()[2:], cwd=tmp_path).returncode == 0
 
 

@@ -254,10 +254,7 @@ def open_workers(kind: str, count: int = 0, scheduler: str = "", paths: Sequence
     Raises UsageError (an unknown kind, dask is not installed, workers of another release) and InputError (no scheduler
     at that address, a worker that does not see a path).
     """
-    if kind not in KINDS:
-        raise UsageError(f"executor: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if scheduler and kind != "dask":
-        raise UsageError(f"scheduler: only with the executor dask, got {kind!r}")
+    check_kind(kind, scheduler)
     count = count or cores()
     if kind == "dask":
         with _dask(count, scheduler, [os.path.abspath(p) for p in paths]) as workers:
@@ -272,6 +269,14 @@ def open_workers(kind: str, count: int = 0, scheduler: str = "", paths: Sequence
         context = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(count, mp_context=context, initializer=_in_worker_process) as executor:
             yield Workers(executor, count)
+
+
+def check_kind(kind: str, scheduler: str = "") -> None:
+    """UsageError for an executor that there is not, or that has no scheduler."""
+    if kind not in KINDS:
+        raise UsageError(f"executor: expected one of {', '.join(KINDS)}, got {kind!r}")
+    if scheduler and kind != "dask":
+        raise UsageError(f"scheduler: only with the executor dask, got {kind!r}")
 
 
 def _in_worker_process() -> None:

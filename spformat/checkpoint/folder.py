@@ -17,6 +17,7 @@ from ..errors import OutputError, printable
 from ..formats import parse_spec
 from ..formats.stack import Stack
 from ..limits import product
+from ..storage.descriptor import Record
 from ..storage.files import Path, names_in, reason, remove, same_file
 from ..storage.locks import LOCK, Token, folder_lock, ignores_case, worker_token
 from ..storage.output import flush_folder, publish, publish_copy, sweep
@@ -32,9 +33,14 @@ from .source import INDEX, INDEX_SUFFIX, Source
 
 
 def prepare(c: Conversion) -> None:
-    """Create the folder; OutputError if that fails, or if the folder and the source lie in one another."""
-    refuse_nested(c.source, c.folder)
+    """Create the folder; OutputError if that fails, and the errors of ``check``."""
+    check(c)
     make(c.folder)
+
+
+def check(c: Conversion) -> None:
+    """OutputError if the folder and the source lie in one another, and the errors of ``check_config``."""
+    refuse_nested(c.source, c.folder)
     for name in (*c.names.values(), *c.source.side_files):
         if any(same_file(os.path.join(c.source.folder, s), os.path.join(c.folder, name)) for s in c.source.shards):
             raise OutputError("input and output are the same file", path=os.path.join(c.folder, name))
@@ -228,8 +234,12 @@ def manifest_of(
 def _format_of_kept(name: str, source: Records) -> tuple[str, dict[str, Any]]:
     """As ``_format_json``, of a tensor that stayed as it was: of a stack, the format of its matrices, if they have
     one."""
-    record = source[name][1] if name in source else None
-    if record is None or record.format is None:
+    return format_of(source[name][1]) if name in source else ("plain", {})
+
+
+def format_of(record: Record) -> tuple[str, dict[str, Any]]:
+    """(name, params) of the format of a tensor, as a manifest has them."""
+    if record.format is None:
         return "plain", {}
     parts = list(record.parts.values())
     if record.format is Stack and all((p.format, p.params) == (parts[0].format, parts[0].params) for p in parts):

@@ -14,6 +14,7 @@ from ..storage.tensorfile import TensorFile
 from .conversion import Conversion
 from .entry_names import check_entries
 from .layouts import NEUTRAL, check_layout
+from .parts import Part
 from .recipe import ERROR, KEEP, Recipe, needs_counts, writes_dense
 from .shard_input import Progress, read
 from .source import open_source
@@ -22,18 +23,22 @@ from .tensor_plans import TensorOutcome, TensorPlan, dense_of, foresee, kept, lo
 
 
 def foresee_checkpoint(
-    src: Path, recipe: Recipe, progress: Progress | None = None, *, layout: str = NEUTRAL
+    src: Path, recipe: Recipe, progress: Progress | None = None, *, layout: str = NEUTRAL, part: Part | None = None
 ) -> tuple[TensorOutcome, ...]:
     """The outcomes that ``convert_checkpoint`` would have. Every tensor is read once, and nothing is written.
 
     UsageError where a file of the output would hold two arrays of one name, LimitError where it would hold more arrays,
-    or longer names, than the limits allow; UsageError or InputError where the layout cannot be written.
+    or longer names, than the limits allow; UsageError or InputError where the layout cannot be written. part: only its
+    tensors.
     """
     check_layout(layout, writes_dense(recipe))
     source = open_source(src)
     out: list[TensorOutcome] = []
     plans = plan_tensors(source, recipe)
-    Conversion(source, plans, recipe, "", layout=layout).check_config()
+    c = Conversion(source, plans, recipe, "", layout=layout)
+    c.check_config()
+    if part is not None:
+        plans = tuple(plan for file_plan in c.parts(part.of)[part.number - 1] for plan in file_plan.plans)
     by_shard: dict[str, list[TensorPlan]] = {}
     for plan in () if writes_dense(recipe) else plans:  # names of a dense checkpoint are those of the source
         by_shard.setdefault(os.path.join(source.folder, plan.shard), []).append(plan)

@@ -131,10 +131,9 @@ def _check_entry(entry: Any, journal: str) -> None:
 
 def _is_target(text: str) -> bool:
     try:
-        check_target(text)
+        return check_target(text) == text
     except UsageError:
         return False
-    return True
 
 
 def refuse_other_parts(c: Conversion, part: Part, names: Iterable[str]) -> None:

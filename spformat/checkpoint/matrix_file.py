@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -14,13 +13,13 @@ from ..formats.csr import CSR
 from ..interop import MATRIX_SUFFIXES
 from ..interop.matrices import read_matrix
 from ..storage.descriptor import Record
-from ..storage.files import Path
+from ..storage.files import Path, path_text
 from ..storage.filewriter import outline
 
 
 def is_matrix(path: Path) -> bool:
     """Whether a path names a file with one matrix, not a checkpoint."""
-    return os.fspath(path).lower().endswith(MATRIX_SUFFIXES)
+    return path_text(path).lower().endswith(MATRIX_SUFFIXES)
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class MatrixFile:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Read the whole file; the errors of ``read_matrix``."""
-        return cls(os.fspath(path), read_matrix(path))
+        return cls(path_text(path), read_matrix(path))
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ from ..formats import spec_text
 from ..formats.base import Format
 from ..limits import product
 from ..storage.container import save
-from ..storage.files import Identity, Path, identity_of, names_in, remove, sha256_of, size_of
+from ..storage.files import Identity, Path, identity_of, names_in, path_text, remove, sha256_of, size_of
 from ..storage.filewriter import Tensor, outline
 from ..storage.locks import folder_lock
 from .existing_target import superseded
@@ -30,7 +30,7 @@ def write_packed(
     max_bytes: of the tensors in a shard, unless one alone has more. overwrite: replace an earlier checkpoint; without
     it OutputError names what is there. index: the name of an index that is written beside the manifest.
     """
-    where = os.fspath(folder)
+    where = path_text(folder)
     shards = list(_shards(tensors, max_bytes))
     names = [f"spformat-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     with folder_lock(where):

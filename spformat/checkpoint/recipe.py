@@ -65,9 +65,11 @@ def included(names: Iterable[str], include: Sequence[str] | None) -> list[str]:
 
 
 def check_target(target: str) -> str:
-    """``target`` if it is "auto", "keep", "fastest" or a format with legal params; else UsageError."""
+    """``target``, without blanks around it, if it is "auto", "keep", "fastest" or a format with legal params; else
+    UsageError."""
     if not isinstance(target, str):
-        raise UsageError(f'expected the name of a format, as in "bsr:blocksize=16x16", got {target!r:.80}')
+        raise UsageError(f"target: expected a text like 'auto', 'csr' or 'bsr:32x32', got {target!r:.80}")
+    target = target.strip().removesuffix(":")  # a format with no params
     if is_fastest(target):
         Fastest.parse(target)
     elif target not in (AUTO, KEEP):
@@ -91,7 +93,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         matcher(self.pattern)
-        check_target(self.target)
+        object.__setattr__(self, "target", check_target(self.target))
 
     @classmethod
     def parse(cls, text: str) -> Rule:
@@ -109,13 +111,24 @@ class Rule:
         raise error or UsageError(f"rule {text!r}: expected PATTERN=FORMAT, e.g. 're:.*mlp.*=two-four'")
 
 
+def _several(name: str, given: Any, kind: type = str) -> tuple[Any, ...]:
+    """Patterns or rules as a tuple, one by itself too; UsageError for anything else."""
+    listed = (given,) if isinstance(given, (str, kind)) else tuple(given) if isinstance(given, (list, tuple)) else None
+    if listed is None or not all(isinstance(x, (str, kind)) for x in listed):
+        what = "texts 'PATTERN=FORMAT' or Rule objects" if kind is Rule else "patterns of names"
+        raise UsageError(f"{name}: expected a list of {what}, got {given!r:.80}")
+    return listed
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a checkpoint is converted. Values are lost only with ``prune``, which is off by default."""
 
     to: str = AUTO
     rules: tuple[Rule, ...] = ()
+    """Rules, or their texts, "PATTERN=FORMAT:params"."""
     include: tuple[str, ...] = ()
+    """Patterns, or one as it is; so is ``exclude``."""
     exclude: tuple[str, ...] = ()
     prune: str = ""
     """"" or "magnitude": zero the smallest values so that the target fits (or ``sparsity`` is reached)."""
@@ -127,7 +140,11 @@ class Recipe:
     or convert it to another target, named here ("bitmask", "auto", ..)."""
 
     def __post_init__(self) -> None:
-        check_target(self.to)
+        fields = {"to": check_target(self.to), "rules": _several("rules", self.rules, Rule)}
+        fields["rules"] = tuple(Rule.parse(r) if isinstance(r, str) else r for r in fields["rules"])
+        fields |= {name: _several(name, getattr(self, name)) for name in ("include", "exclude")}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
         for pattern in (*self.include, *self.exclude):
             matcher(pattern)
         if self.prune not in ("", "magnitude"):
@@ -140,9 +157,11 @@ class Recipe:
             raise UsageError("sparsity: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.nonfinite not in ("refuse", "keep"):
             raise UsageError(f"nonfinite: expected 'refuse' or 'keep', got {self.nonfinite!r}")
+        if self.nonfinite != "refuse" and not self.prune:
+            raise UsageError("nonfinite: expected prune='magnitude' (--prune magnitude) with it; nothing else prunes")
         if self.misfit not in (ERROR, KEEP):
             try:
-                check_target(self.misfit)
+                object.__setattr__(self, "misfit", check_target(self.misfit))
             except UsageError as e:
                 e.message = f"misfit: expected 'error', 'keep' or a format, got {self.misfit!r}: {e.message}"
                 raise

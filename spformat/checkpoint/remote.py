@@ -19,7 +19,7 @@ from typing import Any
 
 from .. import limits
 from ..errors import InputError, OutputError, UsageError
-from ..storage.files import Path, is_file, names_in
+from ..storage.files import Path, is_file, names_in, path_text
 from ..storage.stheader import PARSED
 from . import hub
 from .hub import Downloaded, Moved
@@ -80,7 +80,7 @@ def staged(
         )
     if is_remote(target):
         check_upload(source, target, force=force, resume=resume)
-    room = os.fspath(staging) or tempfile.mkdtemp(prefix="spformat-")
+    room = path_text(staging) or tempfile.mkdtemp(prefix="spformat-")
     try:
         copy = Downloaded(source)
         if is_remote(source):

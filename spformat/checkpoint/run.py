@@ -14,24 +14,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from ..arrays.library import parse_devices, to_device
 from ..arrays.threads import cores
-from ..errors import ContainerError, InputError, OutputError, UsageError
-from ..storage.files import Path, is_file, same_file, size_of
-from ..storage.output import check_target
+from ..errors import ContainerError, InputError, UsageError
+from ..storage.files import Path, size_of
 from . import existing_target, folder, journals
 from .conversion import Conversion
 from .executors import OnDevices, Workers, convert_files
 from .layouts import NEUTRAL, check_layout
-from .manifest import JOURNAL, MANIFEST
 from .parts import FileOutcome, FilePlan, Part, convert_in_turn
 from .recipe import Recipe, writes_dense
 from .remote import staged
 from .shard import write_shard
 from .shard_input import Progress
 from .source import open_source
+from .start import check_file, check_options, is_one_file, planned_conversion, start_in
 from .tensor_plans import TensorOutcome, plan_tensors
 from .transfers import is_remote, without_scheme
 
@@ -114,12 +110,18 @@ def convert_checkpoint(
     recipe = Recipe(to=recipe) if isinstance(recipe, str) else recipe
     part = Part.parse(part) if isinstance(part, str) else part
     workers = Workers(executor) if isinstance(executor, Executor) else executor
-    check_layout(layout, writes_dense(recipe))
-    devices = parse_devices(device)
-    if len(devices) > 1 and workers is not None:
-        raise UsageError("device: several devices have a thread each: leave the executor out")
+    if not isinstance(recipe, Recipe):
+        raise UsageError(f"recipe: expected a Recipe, or a target like 'csr', got {recipe!r:.80}")
+    if not isinstance(part, Part | None):
+        raise UsageError(f"part: expected a text i/n, like '3/16', got {part!r:.80}")
+    if not isinstance(workers, Workers | None):
+        message = f"executor: expected one of concurrent.futures, or what open_workers gives, got {workers!r:.80}"
+        raise UsageError(message)
     src, dst = without_scheme(src), without_scheme(dst)
     if is_remote(src) or is_remote(dst):
+        check_options(recipe, device, workers is not None, layout)
+        if in_place:
+            raise UsageError("in_place (--in-place) is for a local file: name another output")
         with staged(src, dst, staging=staging, force=force, resume=resume, part=part) as here:
             report = convert_checkpoint(
                 here.source, here.target, recipe, force=force, resume=resume, progress=progress, device=device,
@@ -127,22 +129,9 @@ def convert_checkpoint(
             )  # fmt: skip
         left = tuple(sorted({*report.left_behind, *here.left_behind}))
         return replace(report, path=os.fspath(dst), left_behind=left)
-    source = open_source(src)
-    if source.matrix is not None:
-        raise UsageError(
-            "a file with one matrix: read it with spformat.open, and save the converted one", path=source.path
-        )
-    plans = plan_tensors(source, recipe)
-    target = os.fspath(dst)
-    for each in devices:
-        to_device(np.zeros(1, np.uint8), each)  # DeviceUnavailable now, before anything is written
-    if target.endswith(".safetensors") and not os.path.isdir(target):
-        if part is not None or workers is not None or layout != NEUTRAL or len(devices) > 1:
-            raise UsageError(
-                "parts, executors, layouts and several devices write into a folder, not one file", path=target
-            )
-        return _to_file(Conversion(source, plans, recipe, target, devices[0]), force, in_place, progress)
-    c = Conversion(source, plans, recipe, target, devices[0], layout)
+    c, devices = planned_conversion(src, dst, recipe, device, part, workers is not None, in_place, layout)
+    if is_one_file(c):
+        return _to_file(c, force, in_place, progress)
     share = 1 if workers else _shards_on_a_device(c, part, devices)
     if len(devices) == share == 1:
         return _to_folder(c, part, workers, force, resume, progress)
@@ -162,15 +151,7 @@ def _shards_on_a_device(c: Conversion, part: Part | None, devices: tuple[str, ..
 
 def _to_file(c: Conversion, force: bool, in_place: bool, progress: Progress | None) -> ConversionReport:
     source, dst = c.source, c.folder
-    if len(source.shards) != 1:
-        raise OutputError(f"{len(source.shards)} shards go into a folder, not one file", path=dst)
-    if same_file(os.path.join(source.folder, source.shards[0]), dst):
-        if not in_place:
-            raise OutputError("input and output are the same file; --in-place replaces it at the end", path=dst)
-        force = True
-    else:
-        folder.refuse_nested(source, dst)
-    check_target(dst, overwrite=force)
+    force = check_file(c, force, in_place)
     outcomes = write_shard(source, source.shards[0], c.plans, c.recipe, dst, force, progress, device=c.device)
     # Without a manifest no hashes are needed; the arrays have their checksums.
     return ConversionReport(
@@ -196,23 +177,10 @@ def _to_locked_folder(
 ) -> ConversionReport:
     folder.prepare(c)
     with folder.locked(c.folder, part):
-        there = journals.listed(c.folder)
-        own = journals.journal_name(part)
-        if part is not None and not force:
-            journals.refuse_other_parts(c, part, [name for name in there if name != own])
-        going_on = resume and (own in there if part else bool(there))
-        known = journals.entries_of(c, [own] if part else there) if going_on else {}
-        file_plans = _file_plans(c, part, workers, there if going_on else [])
-        if resume and not there and not force and not c.dense and is_file(os.path.join(c.folder, MANIFEST)):
-            files = existing_target.already_done(c, {file_plan.shard for file_plan in file_plans})
+        file_plans, known, files = start_in(c, part, workers, force, resume)
+        if files is not None:
             beside = existing_target.dense_beside(c)
             return ConversionReport(c.folder, files, len(files), left_behind=c.source.left_behind, dense_beside=beside)
-        if not going_on and not force:
-            names = c.names
-            outputs = [names[file_plan.shard] for file_plan in file_plans]
-            others = existing_target.left_over(c)
-            folder.refuse_existing(c.folder, (own, JOURNAL, *(() if part else there), *outputs, MANIFEST, *others))
-            folder.refuse_other_side_files(c)
         folder.refuse_collisions(c)
         redone = ["everything: the journal is of another recipe or source"] if known is None else []
         done, resumed = _convert(c, part, file_plans, workers, known or {}, force or resume, progress, redone)
@@ -220,21 +188,6 @@ def _to_locked_folder(
             return ConversionReport(c.folder, tuple(done), resumed, tuple(redone))
         files, left = folder.finish(c, done), c.source.left_behind
         return ConversionReport(c.folder, files, resumed, tuple(redone), left, existing_target.dense_beside(c))
-
-
-def _file_plans(c: Conversion, part: Part | None, workers: Workers | None, there: list[str]) -> list[FilePlan]:
-    """The output files of this run.
-
-    Those of its part; or all, divided as the parts in the folder were; or all, divided so that each worker has some.
-    there: the names of the journals in the folder.
-    """
-    if part is not None:
-        return list(c.parts(part.of)[part.number - 1])
-    parts = journals.parts_of(c, there)
-    count = workers.with_defaults().count if workers else 1
-    if parts is None and len(c.source.shards) < count:
-        parts = 2 * count  # twice as many as workers, so that few workers wait for the last one
-    return [file_plan for file_plans in c.parts(parts or 1) for file_plan in file_plans]
 
 
 def _convert(
@@ -301,7 +254,7 @@ def merge_parts(
     Raises InputError (a part is missing, unfinished or gone), ContainerError (parts of different conversions, a source
     that has changed) and LockedError (a part is still running).
     """
-    target = os.fspath(dst)
+    target = without_scheme(dst)
     if not os.path.isdir(target):
         raise InputError("expected the folder that the parts were written to", path=target)
     with folder.locked(target, None):

@@ -120,8 +120,9 @@ def _write_dense(task: ShardTask) -> tuple[TensorOutcome, ...]:
             else:
                 out.put(plan.name, f.raw(plan.name))
                 size = plan.bytes_in
+            target = KEEP if plan.target == KEEP and plan.record.format is None else "dense"
             outcomes.append(
-                TensorOutcome(plan.name, "dense", plan.why, plan.shape, plan.record.dtype, plan.bytes_in, size, **lost)
+                TensorOutcome(plan.name, target, plan.why, plan.shape, plan.record.dtype, plan.bytes_in, size, **lost)
             )
             if task.progress:
                 task.progress(outcomes[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from ..storage.files import (
     names_in,
     not_outside,
     open_regular,
+    path_text,
     read_small,
     safe_name,
     size_of,
@@ -143,7 +145,7 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
     Raises InputError (missing, no safetensors inside), ContainerError (index and shards disagree, a tensor in
     two shards, an unfinished conversion), PathError (a shard name that leads outside).
     """
-    where = os.fspath(path)
+    where = path_text(path)
     follow = follow or limits.current().link_roots
     if not os.path.isdir(where):
         if "://" in where:
@@ -192,15 +194,27 @@ def open_source(path: Path, *, follow: Sequence[Path] = ()) -> Source:
         for shard in shards:
             member(where, shard, ".safetensors", follow)
         return _assemble(where, where, shards, weight_map, index, _others(names, (*shards, indexes[0])), follow)
-    shards = tuple(n for n in names if n.endswith(".safetensors"))
+    # Hidden ones are no shards: macOS puts "._model.safetensors" beside each file on foreign file systems.
+    shards = tuple(n for n in names if n.endswith(".safetensors") and not n.startswith("."))
     if not shards:
         pickle = next((n for n in names if n.endswith(TORCH_SUFFIXES)), None)
-        fix = f"; {printable(pickle)} is {torch_lines(os.path.join(where, pickle))}" if pickle else ""
+        fix = f"; {printable(pickle)} is {torch_lines(os.path.join(where, pickle))}" if pickle else _folder_below(where)
         raise InputError(f"no .safetensors file in the folder{fix}", path=where)
     for shard in shards:
         member(where, shard, ".safetensors", follow)
     _require_siblings(shards, where)
     return _assemble(where, where, shards, {}, {}, _others(names, shards), follow)
+
+
+def _folder_below(folder: str) -> str:
+    """What to name instead of a folder with no shard: the first one with some, as of a pipeline of diffusers (unet) or
+    of a repository in a Hugging Face cache (snapshots/COMMIT)."""
+    for below in ("*", "*/*"):
+        shards = glob.glob(os.path.join(glob.escape(folder), below, "*.safetensors"))
+        if shards:
+            path = os.path.dirname(min(shards))
+            return f"; {printable(os.path.relpath(path, folder))} has some: name {printable(path)} instead"
+    return ""
 
 
 def _refuse_dense_over_packed(folder: str, names: Sequence[str], follow: Sequence[Path]) -> None:

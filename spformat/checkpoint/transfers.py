@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -11,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from ..errors import InputError, OutputError, SpformatError, UnreachableError, UsageError, WriteError, printable
-from ..storage.files import Path
+from ..storage.files import Path, path_text
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _LOCAL = re.compile(r"(?:file|local)://", re.IGNORECASE)
@@ -28,12 +27,12 @@ T = TypeVar("T")
 
 def is_remote(path: Path) -> bool:
     """Whether ``path`` is a URL (``s3://..``, ``hf://..``) of another place than this machine's folders."""
-    return _URL.match(os.fspath(path)) is not None and not _LOCAL.match(os.fspath(path))
+    return _URL.match(path_text(path)) is not None and not _LOCAL.match(path_text(path))
 
 
 def without_scheme(path: Path) -> str:
     """The local path that a ``file://`` URL names; any other path unchanged. So local rules hold for such URLs, too."""
-    return _LOCAL.sub("", os.fspath(path), count=1)
+    return _LOCAL.sub("", path_text(path), count=1)
 
 
 def open_url(url: str) -> tuple[Any, str]:

@@ -97,6 +97,11 @@ class ArrayMethods:
             raise TypeError(f"* takes a number, got {what}; @ is the product, to_scipy().multiply(x) goes by elements")
         # int8 stays int8 times an integer only, and becomes float64 otherwise, as in numpy.
         whole = isinstance(factor, numbers.Integral)
+        me: Any = self
+        if isinstance(factor, np.integer) and me.dtype == np.int8 != factor.dtype:  # in int8, products would wrap
+            wide = f"{np.result_type(me.dtype, factor.dtype)}, which is no value type"
+            fix = "int(factor) stays in int8, astype('float64') * factor does not wrap"
+            raise UsageError(f"int8 * {factor.dtype} is {wide}: {fix}")
         return self._mapped(lambda values: values * _number(factor, values.dtype if whole else _real(values.dtype)))
 
     __rmul__ = __mul__

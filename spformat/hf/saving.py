@@ -19,7 +19,7 @@ from ..checkpoint.layouts import CONFIG, METHOD, PACKED_INDEX, TRANSFORMERS, con
 from ..checkpoint.packing import require_no_checkpoint, write_packed
 from ..errors import OutputError, SpformatError, UsageError
 from ..formats.base import Format
-from ..storage.files import Path
+from ..storage.files import Path, path_text
 from ..storage.filewriter import Tensor
 from ..storage.output import publish
 from ..torch import models
@@ -143,13 +143,15 @@ def save_pretrained(
         )
     try:
         shard = SHARD if max_shard_size is None else convert_file_size_to_int(max_shard_size)
+        if shard < 1:
+            raise ValueError(max_shard_size)
     except (ValueError, AttributeError) as e:
         raise UsageError(
             f"max_shard_size: expected bytes as an int or a text like '5GB', got {max_shard_size!r}"
         ) from e
     if not is_main_process:
         return
-    folder = os.fspath(save_directory)
+    folder = path_text(save_directory)
     make_folder(folder)
     if not overwrite:
         require_no_checkpoint(folder)  # before its config is written over

@@ -7,7 +7,6 @@ malformed numbers and may crash on malformed files; the checks can go when a rel
 from __future__ import annotations
 
 import io
-import os
 import re
 from pathlib import PurePath
 from typing import Any
@@ -18,7 +17,7 @@ from ..arrays.dtypes import VALUE_TYPES
 from ..arrays.library import Array, index_dtype
 from ..arrays.rounding import rounded
 from ..arrays.segments import rows_of
-from ..errors import FormatError, IndexBoundsError, SpformatError, UsageError, printable
+from ..errors import FormatError, IndexBoundsError, OrderError, SpformatError, UsageError, printable
 from ..formats.csr import CSR
 from ..formats.declare import MAX_DIMENSION
 from ..formats.foreign import from_blocks
@@ -42,12 +41,13 @@ def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, d
     Raises UsageError (suffix, parameters, values that do not fit), InputError (no regular file), LimitError,
     FormatError or its PointerError, IndexBoundsError, OrderError (contents).
     """
+    path = files.path_text(path)
     suffix = PurePath(path).suffix.lower()
     if suffix == ".smtx":
         return read_smtx(path, values=values or "ones", seed=seed, dtype=dtype or "float32")
     readers = {".mtx": _read_mtx, ".npz": _read_npz}
     if suffix not in readers:
-        raise UsageError(f"matrix file: expected a name in .smtx, .mtx or .npz, got {os.fspath(path)!r}", value=suffix)
+        raise UsageError(f"matrix file: expected a name in .smtx, .mtx or .npz, got {path!r}", value=suffix)
     content = files.read_small(path, LARGEST)
     try:
         a = readers[suffix](content)
@@ -57,7 +57,9 @@ def read_matrix(path: files.Path, *, values: str | None = None, seed: int = 0, d
             data = a.data if dtype is None else rounded(a.data, dtype)
         return a.with_arrays(data=data).validate()
     except SpformatError as e:
-        raise e.at(path=os.fspath(path)) from None
+        if isinstance(e, OrderError) and "sum_duplicates" not in e.message:  # in order it is by now
+            e.message += "; repeated entries are never summed silently: a.sum_duplicates() of scipy does, then save a"
+        raise e.at(path=path) from None
 
 
 # ---------------------------------------------------------------------------------------------------- Matrix Market

@@ -61,6 +61,7 @@ def write_matrix(
 
     Raises UsageError (the file cannot hold the matrix), StructureError, OutputError, WriteError.
     """
+    path = files.path_text(path)
     suffix = PurePath(path).suffix.lower()
     a = convert(x, target_of(path, target)).to("cpu")
     check_matrix(path, a, pattern_only=pattern_only)

@@ -6,13 +6,12 @@ tensor. ``tensorfile.py`` reads tensors, ``filewriter.py`` writes them. No forma
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 
 from ..errors import DescriptorError, UsageError
 from ..formats.dense import Dense
 from . import stheader, stwriter
-from .files import Path
+from .files import Path, path_text
 from .filewriter import Tensor, create, outline, plain_array
 from .stheader import TORCH_SUFFIXES
 from .tensorfile import TensorFile
@@ -86,11 +85,11 @@ def safe_open(path: Path, *, allow_unchecked: bool = False, ignore_unknown: bool
 
 def _check_ending(path: Path) -> None:
     """UsageError for a name that would be read as a file of another kind."""
-    name = os.fspath(path).lower()
-    if name.endswith(_OTHER_ENDINGS):
+    name = path_text(path)
+    if name.lower().endswith(_OTHER_ENDINGS):
         raise UsageError(
-            f"save: {os.fspath(path)!r} would be read as another kind of file; use a name that ends in .safetensors "
-            "(`spformat convert` writes .npz, .mtx and .smtx)", value=os.fspath(path),
+            f"save: {name!r} would be read as another kind of file; use a name that ends in .safetensors "
+            "(`spformat convert` writes .npz, .mtx and .smtx)", value=name,
         )  # fmt: skip
 
 

@@ -16,12 +16,22 @@ from contextlib import suppress
 from typing import TypeAlias
 
 from .. import limits
-from ..errors import InputError, LimitError, PathError, WriteError, printable
+from ..errors import InputError, LimitError, PathError, UsageError, WriteError, printable
 
 Path: TypeAlias = str | os.PathLike[str]
 
 _BUFFER = 2**20
+_CACHED = re.compile(r"(?s:.*)/(models|datasets|spaces)--[^/]+")
 _SAFE = re.compile(r"[A-Za-z0-9._-]{1,255}")
+
+
+def path_text(path: Path) -> str:
+    """A path as text, bytes as the system names files by them; UsageError for what is no path. Where users name files,
+    this comes first."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise UsageError(f"expected a path, as text or a pathlib.Path, got {path!r:.80}", value=path) from None
 
 
 def open_regular(path: Path) -> tuple[int, os.stat_result]:
@@ -171,24 +181,35 @@ def safe_name(name: str, suffix: str = "", listed_in: Path | None = None, fix: s
 def member(folder: Path, name: str, suffix: str = "", roots: Sequence[Path] = ()) -> str:
     """The path of the file ``name`` in ``folder``; PathError if it leads outside. The name may come from any file.
 
-    A symlink is refused unless its target lies in one of ``roots``, the folders that the user allows links to.
+    A symlink is refused unless its target is where ``not_outside`` allows it.
     """
-    return not_outside(os.path.join(os.fspath(folder), safe_name(name, suffix)), roots)
+    return not_outside(os.path.join(os.fspath(folder), safe_name(name, suffix, folder)), roots)
 
 
 def not_outside(path: str, roots: Sequence[Path] = ()) -> str:
-    """``path``, unless it is a symlink whose target lies in none of ``roots``: then PathError."""
+    """``path``, unless it is a symlink whose target lies outside: then PathError.
+
+    Not outside are the folder of the link, in a Hugging Face cache the blobs of its repository, and ``roots``, the
+    folders that the user allows links to.
+    """
     if os.path.islink(path):
-        target = os.path.realpath(path)
-        allowed = [os.path.realpath(root) for root in roots]
+        target, here = os.path.realpath(path), os.path.realpath(os.path.dirname(path))
+        allowed = [here, *_blobs_beside(here), *map(os.path.realpath, roots)]
         if not any(os.path.commonpath([target, root]) == root for root in allowed):
             raise PathError(
                 f"symlink leads to {printable(target)}; allow it with --follow-symlinks FOLDER, one that holds the "
-                "target (a Hugging Face cache keeps its files in the blobs folder beside snapshots)",
+                "target (in Python: spformat.limits.using(link_roots=[FOLDER]))",
                 path=path,
                 value=target,
             )
     return path
+
+
+def _blobs_beside(folder: str) -> list[str]:
+    """Where the links in ``folder``, a real path, lead if it is a snapshot of a Hugging Face cache, or lies in one:
+    models--ORG--NAME/snapshots/COMMIT has links to ../../blobs. A link in place of blobs is not followed."""
+    repository, of_snapshots, _ = folder.rpartition(f"{os.sep}snapshots{os.sep}")
+    return [os.path.join(repository, "blobs")] if of_snapshots and _CACHED.fullmatch(repository) else []
 
 
 def reason(e: BaseException) -> str:

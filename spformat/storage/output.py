@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ..errors import DurabilityUnknown, InputError, OutputError, SpformatError, WriteError
-from .files import Path, close_read, kind_of, open_regular, reason
+from .files import Path, close_read, kind_of, open_regular, path_text, reason
 from .locks import permission
 
 _KEPT_IN_CACHE = 64 << 20
@@ -43,7 +43,7 @@ def _no_folder(path: str, e: Exception) -> OutputError:
 
 def check_target(path: Path, *, overwrite: bool = False) -> None:
     """OutputError unless a file can be created at ``path`` now. Called before the work that produces the file."""
-    where = os.fspath(path)
+    where = path_text(path)
     folder = os.path.dirname(os.path.abspath(where))
     try:
         status = os.stat(folder)
@@ -85,7 +85,7 @@ class Output:
     """
 
     def __init__(self, path: Path, size: int, *, overwrite: bool = False) -> None:
-        self.path = os.fspath(path)
+        self.path = path_text(path)
         self.size = size
         self.overwrite = overwrite
         folder, self._name = os.path.split(os.path.abspath(self.path))

@@ -22,7 +22,7 @@ from ..arrays.library import Array
 from ..errors import ArrayError, ContainerError, InputError, IntegrityError, LimitError, UsageError
 from . import crc, stheader
 from .device_copy import DeviceCopy
-from .files import Identity, Path, close_read, identity_of, open_regular, reason
+from .files import Identity, Path, close_read, identity_of, open_regular, path_text, reason
 from .stheader import Entry, Header
 
 if sys.byteorder != "little":
@@ -42,9 +42,9 @@ class Reader:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = os.fspath(path)
         self._fd = -1
-        self._fd, self._status = open_regular(path)
+        self.path = path_text(path)
+        self._fd, self._status = open_regular(self.path)
         try:
             self.header = self._parse()
         except BaseException as e:
