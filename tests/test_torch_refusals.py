@@ -171,9 +171,9 @@ def test_what_is_no_tensor_is_refused_by_a_layer() -> None:
 def test_what_is_no_format_is_refused() -> None:
     linear = torch.nn.Linear(32, 32)
     for wrong in (None, 5, sf.CSR):
-        with pytest.raises(UsageError, match=r'expected the name of a format, as in "bsr:blocksize=16x16", got '):
+        with pytest.raises(UsageError, match=r"target: expected a text like 'auto', 'csr' or 'bsr:32x32', got "):
             st.SparseLinear.from_linear(linear, wrong)
-        with pytest.raises(UsageError, match=r'expected the name of a format, as in "bsr:blocksize=16x16", got '):
+        with pytest.raises(UsageError, match=r"target: expected a text like 'auto', 'csr' or 'bsr:32x32', got "):
             Rule("re:proj", wrong)
     with pytest.raises(UsageError, match="pattern: expected a text, got None"):
         Rule(None, "csr")
