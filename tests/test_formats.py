@@ -261,5 +261,13 @@ def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> 
         assert sf.load(tmp_path / "out" / "spformat-00001-of-00001.safetensors")["w"] == sf.convert(x, "coordinates")
     finally:
         unregister("coordinates")
+    for other in (3, None, ["csr"], CSR):
+        with pytest.raises(sf.errors.UsageError, match="expected the name of a format, as 'csr', got "):
+            sf.by_name(other)  # type: ignore[arg-type]
+        if other is not CSR:
+            with pytest.raises(
+                sf.errors.UsageError, match="register: expected a class derived from Format, with a name"
+            ):
+                sf.register(other)  # type: ignore[type-var]
     with pytest.raises(sf.errors.UsageError, match="unknown format"):
         sf.by_name("coordinates")

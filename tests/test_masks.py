@@ -333,7 +333,7 @@ def test_the_pruning_error_of_what_does_not_belong_together() -> None:
     w = np.ones((4, 6), np.float32)
     with pytest.raises(UsageError, match=r"two forms of one matrix, got shapes \(4, 6\) and \(4, 5\)"):
         masks.error(w, w[:, :5])
-    with pytest.raises(UsageError, match=r"x: expected inputs of shape \(6, N\), got \(4, 6\)"):
+    with pytest.raises(UsageError, match=r"x: expected an array of inputs of shape \(6, N\), got \(4, 6\)"):
         masks.error(w, w, w)
 
 
@@ -362,6 +362,11 @@ def test_parameters_of_another_type() -> None:
     for blocksize in (3, (2,), "2x2", None):
         with pytest.raises(UsageError, match="blocksize: expected two ints"):
             masks.magnitude_blocks(x, blocksize, 0.5)  # type: ignore[arg-type]
-    for sparsity in ("0.5", None, float("nan")):
+    for sparsity in ("0.5", None, float("nan"), True, np.True_):
         with pytest.raises(UsageError, match=r"sparsity: expected a number in 0 \.\. 1"):
             masks.magnitude(x, sparsity)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown format '3'"):
+        masks.prune(x, 3, sparsity=0.5)  # type: ignore[arg-type]
+    for inputs in (3, [1.0], "x"):
+        with pytest.raises(UsageError, match=r"error: x: expected an array of inputs of shape \(4, N\)"):
+            masks.error(x, x, inputs)  # type: ignore[arg-type]

@@ -144,8 +144,11 @@ def test_files_of_results(folder: Path, tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"seconds": 0}, {"seconds": float("inf")}, {"seconds": float("nan")}, {"most": 0}, {"n": 0}, {"device": "gpu"}],
-)
+    [
+        {"seconds": 0}, {"seconds": float("inf")}, {"seconds": float("nan")}, {"seconds": "10"}, {"seconds": None},
+        {"seconds": True}, {"most": 0}, {"most": 2.0}, {"most": "6"}, {"most": True}, {"n": 0}, {"device": "gpu"},
+    ],
+)  # fmt: skip
 def test_what_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         sf.tune(matrix(), **{"n": 16} | wrong)

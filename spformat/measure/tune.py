@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import math
+import numbers
 import os
 import platform
 import time
@@ -195,8 +196,10 @@ def tune(
     Results of products are not checked here; ``spformat bench`` does. Raises UsageError for a budget that is not above
     0 or infinite, what ``recommend`` raises, DeviceUnavailable, and NoKernelError where no format can be run.
     """
-    if not 0 < seconds < math.inf or most < 1:
-        raise UsageError(f"expected seconds above 0, not infinite, and most at least 1, got {seconds} and {most}")
+    numeric = isinstance(seconds, numbers.Real) and isinstance(most, numbers.Integral)
+    if not numeric or isinstance(seconds, bool) or isinstance(most, bool) or not 0 < seconds < math.inf or most < 1:
+        got = f"{seconds!r:.80} and {most!r:.80}"
+        raise UsageError(f"expected seconds above 0, not infinite, and most, an int of at least 1, got {got}")
     begin = time.perf_counter()
     counts = structure_of(A)
     where = parse_device(device)
