@@ -277,6 +277,15 @@ def test_what_is_refused() -> None:
         sf.convert(x, "fastest")
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (8, 16), (1, 1)])
+def test_every_format_is_ranked_or_excluded_for_a_matrix_without_nonzeros(shape: tuple[int, int]) -> None:
+    """two-four and vector-nm were in neither list."""
+    got = sf.recommend(np.zeros(shape, BF16), 16)
+    ranked = {parse_spec(r.format)[0].name for r in got}
+    assert ranked | set(got.excluded) == {f.name for f in registered()} - {"csc", "coo"}  # those are chosen by name
+    assert "not vector-nm: there are no nonzeros to have a pattern" in str(got)
+
+
 def test_your_own_device() -> None:
     twice = replace(roofline.H200, name="twice", memory=2 * roofline.H200.memory)
     ours, theirs = (sf.recommend(half(2048, 2048), 16, device=d)[0] for d in ("H200", twice))
