@@ -116,7 +116,8 @@ def _product(operation: str, A: Format, B: Any, out: Any, backend: str | None, a
             if out.shape != (length,):
                 raise ValueError(f"out: expected shape ({length},) for a B of one dimension, got {out.shape}")
             column = out[:, None]
-        return _product(operation, A, B[:, None], column, backend, alpha, beta, bias)[:, 0]
+        result = _product(operation, A, B[:, None], column, backend, alpha, beta, bias)
+        return result[:, 0] if out is None else out
     if bias is None and alpha == 1 and beta == 0:
         return _plan_for(operation, A, B, out, backend).run(B, out)
     if bias is not None:

@@ -219,6 +219,9 @@ def as_array(x: Any) -> Array:
 
     UsageError for what ``as_format`` does not take.
     """
+    if isinstance(x, (list, tuple)):
+        x = array_of(x)
+        return x if x.ndim == 1 else as_format(x).to_dense()
     if isinstance(x, np.ndarray) or is_cupy(x):
         return unmasked(x)
     return torch_to_array(x) if is_torch(x) else as_format(x).to_dense()
