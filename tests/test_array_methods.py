@@ -126,6 +126,8 @@ def test_rows_of_csr_and_bsr() -> None:
     for a, index in (
         (sf.convert(x, "csr"), 3),
         (sf.convert(x, "csr"), (0, 1)),
+        (sf.convert(x, "csr"), slice("a", 3)),
+        (sf.convert(x, "csr"), slice(0.0, 3)),
         (sf.convert(x, "bitmask"), slice(0, 4)),
     ):
         with pytest.raises(sf.errors.UsageError, match=r"to_scipy\(\)"):
