@@ -8,14 +8,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.arrays.magnitudes import magnitude_keys, magnitudes
-from spformat.errors import StructureError, UsageError
+from spformat.errors import ArrayError, StructureError, UsageError
 from spformat.formats import Dense
 from spformat.preprocess import masks, ranking
+from spformat.preprocess.structure import analyse
 
 BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 DTYPES = sorted(VALUE_TYPES)
@@ -302,6 +305,18 @@ def test_other_dtypes_and_ranks_are_refused() -> None:
         masks.magnitude(np.ones((2, 2), np.complex64), 0.5)
     with pytest.raises(UsageError, match="matrix"):
         masks.magnitude(np.ones(4, np.float32), 0.5)
+
+
+@pytest.mark.parametrize("x", [sf.convert(np.eye(4, dtype=np.float32), "csr"), sp.csr_array(np.eye(4)), [[1.0]]])
+def test_what_is_no_array_is_named_with_what_to_do(x: Any) -> None:
+    calls = {
+        "mask": lambda: masks.magnitude(x, 0.5), "prune": lambda: masks.prune(x, "two-four"),
+        "inspect": lambda: analyse(x), "csr": lambda: sf.CSR.from_dense(x),
+    }  # fmt: skip
+    for where, call in calls.items():
+        text = rf"^{where}: expected a numpy or CuPy array \[M, K\], got {type(x).__name__}; use x\.to_dense\(\), x\.to"
+        with pytest.raises(ArrayError, match=text):
+            call()
 
 
 def test_byte_order_and_strides_do_not_matter() -> None:
