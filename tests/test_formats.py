@@ -212,6 +212,22 @@ def test_odd_arrays_are_taken_as_the_matrix_they_show() -> None:
         assert laws.same(f.to_dense(), np.ascontiguousarray(y).astype(np.float32))
 
 
+@pytest.mark.parametrize("kind", [np.int16, np.int32, np.uint32, np.int64, np.uint64])
+def test_coordinates_of_narrow_integers_do_not_overflow(kind: Any) -> None:
+    """Coordinates of scipy have 32 bits: row * K + column overflowed, and values went to other rows, without an error."""
+    rows, cols, top = np.array([3, 0, 2], kind), np.array([1, 3, 0], kind), np.iinfo(kind).max
+    size = min(int(top), 100_000)
+    rows[0], cols[1] = size - 1, size - 1
+    a = CSR.from_coordinates((size, size), rows, cols, np.array([1, 2, 3], np.float32))
+    np.testing.assert_array_equal(a.rows(), [0, 2, size - 1])
+    assert (a.indices.tolist(), a.data.tolist()) == ([size - 1, 0, 1], [2, 3, 1])
+    assert a.validate() is a
+    with pytest.raises(
+        sf.errors.ArrayError, match="csr: from_coordinates: expected integers for rows and columns, got float64"
+    ):
+        CSR.from_coordinates((size, size), rows.astype(float), cols, np.ones(3, np.float32))
+
+
 def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> None:
     """A throw-away format: the container, the dispatcher, the CLI's tables and the laws pick it up."""
     from dataclasses import dataclass
