@@ -49,7 +49,7 @@ from ..products.problem import (
 )
 from . import composed  # noqa: F401 - its backend registers itself
 from .plans import plan_with
-from .select import Explanation, ask, choose, named
+from .select import Explanation, ask, checked, choose, named
 
 log = logging.getLogger("spformat")
 
@@ -235,7 +235,7 @@ def explain(
     ``Problem``, what is missing here does not count unless ``installed``, nor do ``use_backend`` and SPFORMAT_BACKEND.
     """
     if isinstance(A, Problem):
-        return ask(A, backend, installed=installed)
+        return ask(checked(A), backend, installed=installed)
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is None:
         return ask(problem_of(A, 512 if n is None else n, operation), backend_name(backend))
