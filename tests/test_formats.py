@@ -212,6 +212,15 @@ def test_odd_arrays_are_taken_as_the_matrix_they_show() -> None:
         assert laws.same(f.to_dense(), np.ascontiguousarray(y).astype(np.float32))
 
 
+def test_arrays_that_a_format_does_not_have() -> None:
+    a = CSR.from_dense(np.eye(3, dtype=np.float32))
+    with pytest.raises(sf.errors.UsageError, match="csr: with_arrays: expected some of indptr, indices, data, got dat"):
+        a.with_arrays(dat=a.data)
+    total = sf.Sum(parts=(a, sf.convert(1 - np.eye(3, dtype=np.float32), "coo")))
+    with pytest.raises(sf.errors.UsageError, match="sum: with_arrays: expected some of no arrays, got data"):
+        total.with_arrays(data=a.data)
+
+
 @pytest.mark.parametrize("kind", [np.int16, np.int32, np.uint32, np.int64, np.uint64])
 def test_coordinates_of_narrow_integers_do_not_overflow(kind: Any) -> None:
     """Coordinates of scipy have 32 bits: row * K + column overflowed, and values went to other rows, without an error."""

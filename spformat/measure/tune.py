@@ -218,7 +218,8 @@ def tune(
     trials = _halved(as_format(A), first, ranked.n, device, b_layout, begin + seconds)
     tuned = replace(blank, trials=tuple(trials), seconds=time.perf_counter() - begin)
     if not tuned.trials[0].us:
-        raise NoKernelError(f"no format could be run on {device}", reasons=[f"{t.format}: {t.note}" for t in trials])
+        reasons = [f"{t.format}: {t.note}" for t in trials]
+        raise NoKernelError(f"no format could be run on {device}: {'; '.join(reasons)}", reasons=reasons)
     try:
         _remember({tuned.key: tuned})
     except (OutputError, WriteError) as e:  # a home folder that cannot be written is no reason to lose the result
