@@ -169,7 +169,7 @@ LEAST_US = 0.5
 """The least time that is ever expected of a kernel on a GPU; every launch takes longer."""
 LEAST_CALL_US = 5.0
 """The least time that is ever expected of a product on a host: the checks of a call, and a compiled function. A plan
-for one element takes 8 us or more on the host whose constants come with the package; it is less on faster cores.
+for one element takes 8 us or more on the host whose constants come with the package; it may be less on faster cores.
 Constants say nothing for some kernels: their fit had no product that small."""
 
 

@@ -67,13 +67,7 @@ def scalar(name: str, value: Any) -> float:
     """``value`` as a float; TypeError for anything but a real number, also for None and text, which numpy accepts."""
     try:
         return float(value.__float__())
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-        OverflowError,
-        RuntimeError,
-    ):  # of torch: a tensor of several numbers
+    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):  # the last: several numbers in torch
         raise TypeError(f"{name}: expected a number, got {value!r:.80}") from None
 
 
