@@ -75,7 +75,7 @@ def using(limits: Limits | None = None, **changes: Any) -> Iterator[Limits]:
     for name in _NUMBERS & changes.keys():
         value = changes[name]
         try:
-            bad = value is not None and index(value) < 0
+            bad = isinstance(value, bool) or (value is not None and index(value) < 0)
         except TypeError:
             bad = True
         if bad:

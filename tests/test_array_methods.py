@@ -126,10 +126,31 @@ def test_rows_of_csr_and_bsr() -> None:
     for a, index in (
         (sf.convert(x, "csr"), 3),
         (sf.convert(x, "csr"), (0, 1)),
+        (sf.convert(x, "csr"), slice("a", 3)),
+        (sf.convert(x, "csr"), slice(0.0, 3)),
         (sf.convert(x, "bitmask"), slice(0, 4)),
     ):
         with pytest.raises(sf.errors.UsageError, match=r"to_scipy\(\)"):
             a[index]
+
+
+def test_a_matrix_of_the_format_already_needs_no_params() -> None:
+    """vector-nm asked for n and m of a matrix that has them, so that no stack could hold one."""
+    x = dense()
+    a = sf.convert(x, "vector-nm", n=4, m=4, vector_length=8)
+    assert sf.convert(a, "vector-nm") is a is sf.convert(a, sf.VectorNM) is sf.convert(a, "vector-nm", vector_length=8)
+    assert sf.convert(a, "vector-nm:vector_length=8") is a
+    assert sf.stack([a, a]).parts == (a, a)
+    assert sf.stack(sf.Stack(parts=(a, a)), "vector-nm")[1] is a
+    half = sf.convert(a, "vector-nm", dtype="float16")
+    assert half.params() == a.params()
+    assert sf.stack([a], dtype="float16")[0] == half
+    tall = sf.convert(a, "vector-nm", vector_length=16)
+    assert tall == sf.convert(x, "vector-nm", n=4, m=4, vector_length=16)
+    with pytest.raises(sf.errors.UsageError, match="parameter n is required"):
+        sf.convert(sf.convert(x, "csr"), "vector-nm")
+    with pytest.raises(sf.errors.UsageError, match="unknown parameter 'stride'"):
+        sf.convert(a, "vector-nm", stride=4)
 
 
 def test_convert_takes_what_people_type() -> None:

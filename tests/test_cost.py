@@ -119,7 +119,7 @@ def test_any_format_has_bounds() -> None:
         assert "bound by launch" in str(c)
     with pytest.raises(sf.errors.UsageError, match="expected one of H200, H100, A100"):
         cost.estimate(a, 32, device="T4")
-    for n in (-1, "x", None, [4], 4.0):
+    for n in (-1, "x", None, [4], 4.0, True, 2**48):
         with pytest.raises(sf.errors.UsageError, match="n: expected a number of columns, got ") as refused:
             cost.estimate(a, n)
         assert str(refused.value).endswith(f"got {n!r}")

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -19,7 +20,7 @@ import pytest
 import spformat as sf
 from spformat import backends
 from spformat.arrays.library import span
-from spformat.dispatch import select
+from spformat.dispatch import cost, select
 from spformat.dispatch.api import run
 from spformat.products import rates
 from spformat.products.plan import MemoryOf, Plan
@@ -347,3 +348,54 @@ def test_a_product_on_the_host_imports_no_kernels_of_gpus() -> None:
     )
     r = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert r.returncode == 0, r.stderr
+
+
+HYPOTHETICAL: dict[str, Any] = {
+    "format": "bsr", "params": (("blocksize", (32, 32)),), "M": 64, "K": 64, "n": 16, "nnz": 2048, "a_dtype": "float32",
+    "b_dtype": "float32", "out_dtype": "float32", "device": "cuda", "sm": 90,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"format": "bsx"}, "unknown format 'bsx'; did you mean 'bsr'?"),
+        ({"format": "vector-nm", "params": ()}, "vector-nm: parameter n is required: an int in 1 .. 256"),
+        ({"format": "ell-buckets", "params": ()}, "ell-buckets: expected all params of a matrix, got no max_width"),
+        ({"params": (("blocksize", (0, 4)),)}, "bsr: blocksize: expected two ints in 1 .. 1024, got (0, 4)"),
+        (
+            {"params": {"blocksize": (4, 4)}},
+            "params: expected pairs such as (('blocksize', (32, 32)),), got {'blocksize'",
+        ),
+        ({"params": (("blocksize", 4, 4),)}, "params: expected pairs such as"),
+        ({"a_dtype": "floaty"}, "dtype floaty is not a value type; use one of float64"),
+        ({"b_dtype": "int32"}, "dtype int32 is not a value type"),
+        ({"out_dtype": "complex64"}, "dtype complex64 is not a value type"),
+        ({"M": -1}, "expected sizes in 0 .. 2^48-1, got shape (-1, 64)"),
+        ({"n": 1.5}, "expected sizes in 0 .. 2^48-1, got shape (64, 1.5)"),
+        ({"nnz": "3"}, "expected a number of stored values, got '3'"),
+        ({"device": "tpu"}, "expected device 'cpu' and no sm, or 'cuda' and an sm such as 90, got 'tpu' and 90"),
+        ({"sm": "90"}, "got 'cuda' and '90'"),
+    ],
+    ids=str,
+)
+def test_a_hypothetical_problem_is_checked(wrong: dict[str, Any], text: str) -> None:
+    """KeyError, ZeroDivisionError and TypeError came from the kernels that were asked."""
+    p = Problem.product(**HYPOTHETICAL | wrong)
+    for ask in (sf.explain, lambda p: cost.estimate(p, 16)):
+        if "n" not in wrong or ask is sf.explain:  # estimate is given its own n
+            with pytest.raises((sf.errors.UsageError, sf.errors.ArrayError), match=re.escape(text)):
+                ask(p)
+
+
+def test_a_hypothetical_problem_has_the_usual_params_and_names_of_types() -> None:
+    p = Problem.product(**HYPOTHETICAL)
+    short = {
+        "params": (),
+        "a_dtype": np.float32,
+        "b_dtype": "fp32",
+        "out_dtype": np.dtype("float32"),
+        "M": np.int64(64),
+    }
+    assert sf.explain(Problem.product(**HYPOTHETICAL | short)).problem == p == sf.explain(p).problem
+    assert sf.explain(p.changed(out_dtype="int32")).chosen is None

@@ -198,6 +198,28 @@ def test_blocks_as_other_libraries_keep_them() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta")
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
+def test_values_that_do_not_lie_side_by_side(layout: str) -> None:
+    """The real part of complex values, which the refusal of complex ones advises, and one weight for all edges."""
+    real = getattr(sp, f"{layout}_array")(W * (1 + 2j)).real
+    assert not real.data.flags.c_contiguous
+    for x in (sf.from_scipy(real), sf.convert(real, "csr", dtype="float64")):
+        np.testing.assert_array_equal(x.to_dense(), W)
+    torch = pytest.importorskip("torch")
+    t = getattr(torch.tensor(W), "to_sparse_bsr" if layout == "bsr" else f"to_sparse_{layout}")(
+        *[(2, 2)] * (layout == "bsr")
+    )
+    parts = {
+        "csr": lambda: (t.crow_indices(), t.col_indices()), "csc": lambda: (t.ccol_indices(), t.row_indices()),
+        "coo": lambda: (t._indices(),), "bsr": lambda: (t.crow_indices(), t.col_indices()),
+    }[layout]()  # fmt: skip
+    values = t._values() if layout == "coo" else t.values()
+    for other in (torch.ones(1).expand(values.shape), torch.complex(values, values).real):
+        strided = getattr(torch, f"sparse_{layout}_tensor")(*parts, other, t.shape, check_invariants=True)
+        assert not (strided._values() if layout == "coo" else strided.values()).is_contiguous()
+        np.testing.assert_array_equal(sf.from_torch(strided).to_dense(), strided.to_dense().numpy())
+
+
 def test_batches_are_refused_by_name() -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(

@@ -251,6 +251,8 @@ def test_limits_end_with_their_block_and_stay_in_their_thread() -> None:
     assert seen == [limits.Limits().tensors] == [limits.current().tensors]
     with pytest.raises(UsageError, match="nonsense"), limits.using(nonsense=1):
         pass
+    with pytest.raises(UsageError, match="memory: expected a number >= 0 or None, got True"), limits.using(memory=True):
+        pass
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, 17, 4096, 99_999])

@@ -212,6 +212,31 @@ def test_odd_arrays_are_taken_as_the_matrix_they_show() -> None:
         assert laws.same(f.to_dense(), np.ascontiguousarray(y).astype(np.float32))
 
 
+def test_arrays_that_a_format_does_not_have() -> None:
+    a = CSR.from_dense(np.eye(3, dtype=np.float32))
+    with pytest.raises(sf.errors.UsageError, match="csr: with_arrays: expected some of indptr, indices, data, got dat"):
+        a.with_arrays(dat=a.data)
+    total = sf.Sum(parts=(a, sf.convert(1 - np.eye(3, dtype=np.float32), "coo")))
+    with pytest.raises(sf.errors.UsageError, match="sum: with_arrays: expected some of no arrays, got data"):
+        total.with_arrays(data=a.data)
+
+
+@pytest.mark.parametrize("kind", [np.int16, np.int32, np.uint32, np.int64, np.uint64])
+def test_coordinates_of_narrow_integers_do_not_overflow(kind: Any) -> None:
+    """Coordinates of scipy have 32 bits: row * K + column overflowed, and values went to other rows, without an error."""
+    rows, cols, top = np.array([3, 0, 2], kind), np.array([1, 3, 0], kind), np.iinfo(kind).max
+    size = min(int(top), 100_000)
+    rows[0], cols[1] = size - 1, size - 1
+    a = CSR.from_coordinates((size, size), rows, cols, np.array([1, 2, 3], np.float32))
+    np.testing.assert_array_equal(a.rows(), [0, 2, size - 1])
+    assert (a.indices.tolist(), a.data.tolist()) == ([size - 1, 0, 1], [2, 3, 1])
+    assert a.validate() is a
+    with pytest.raises(
+        sf.errors.ArrayError, match="csr: from_coordinates: expected integers for rows and columns, got float64"
+    ):
+        CSR.from_coordinates((size, size), rows.astype(float), cols, np.ones(3, np.float32))
+
+
 def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> None:
     """A throw-away format: the container, the dispatcher, the CLI's tables and the laws pick it up."""
     from dataclasses import dataclass
@@ -261,5 +286,13 @@ def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> 
         assert sf.load(tmp_path / "out" / "spformat-00001-of-00001.safetensors")["w"] == sf.convert(x, "coordinates")
     finally:
         unregister("coordinates")
+    for other in (3, None, ["csr"], CSR):
+        with pytest.raises(sf.errors.UsageError, match="expected the name of a format, as 'csr', got "):
+            sf.by_name(other)  # type: ignore[arg-type]
+        if other is not CSR:
+            with pytest.raises(
+                sf.errors.UsageError, match="register: expected a class derived from Format, with a name"
+            ):
+                sf.register(other)  # type: ignore[type-var]
     with pytest.raises(sf.errors.UsageError, match="unknown format"):
         sf.by_name("coordinates")

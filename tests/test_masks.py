@@ -8,14 +8,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.sparse as sp
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spformat as sf
 from spformat.arrays.dtypes import VALUE_TYPES, bits
 from spformat.arrays.magnitudes import magnitude_keys, magnitudes
-from spformat.errors import StructureError, UsageError
+from spformat.errors import ArrayError, StructureError, UsageError
 from spformat.formats import Dense
 from spformat.preprocess import masks, ranking
+from spformat.preprocess.structure import analyse
 
 BF16, E4M3, E5M2 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 DTYPES = sorted(VALUE_TYPES)
@@ -304,6 +307,18 @@ def test_other_dtypes_and_ranks_are_refused() -> None:
         masks.magnitude(np.ones(4, np.float32), 0.5)
 
 
+@pytest.mark.parametrize("x", [sf.convert(np.eye(4, dtype=np.float32), "csr"), sp.csr_array(np.eye(4)), [[1.0]]])
+def test_what_is_no_array_is_named_with_what_to_do(x: Any) -> None:
+    calls = {
+        "mask": lambda: masks.magnitude(x, 0.5), "prune": lambda: masks.prune(x, "two-four"),
+        "inspect": lambda: analyse(x), "csr": lambda: sf.CSR.from_dense(x),
+    }  # fmt: skip
+    for where, call in calls.items():
+        text = rf"^{where}: expected a numpy or CuPy array \[M, K\], got {type(x).__name__}; use x\.to_dense\(\), x\.to"
+        with pytest.raises(ArrayError, match=text):
+            call()
+
+
 def test_byte_order_and_strides_do_not_matter() -> None:
     x = matrix("float32", (6, 16), 5)
     expected = masks.magnitude_nm(x, 2, 4)
@@ -333,7 +348,7 @@ def test_the_pruning_error_of_what_does_not_belong_together() -> None:
     w = np.ones((4, 6), np.float32)
     with pytest.raises(UsageError, match=r"two forms of one matrix, got shapes \(4, 6\) and \(4, 5\)"):
         masks.error(w, w[:, :5])
-    with pytest.raises(UsageError, match=r"x: expected inputs of shape \(6, N\), got \(4, 6\)"):
+    with pytest.raises(UsageError, match=r"x: expected an array of inputs of shape \(6, N\), got \(4, 6\)"):
         masks.error(w, w, w)
 
 
@@ -362,6 +377,11 @@ def test_parameters_of_another_type() -> None:
     for blocksize in (3, (2,), "2x2", None):
         with pytest.raises(UsageError, match="blocksize: expected two ints"):
             masks.magnitude_blocks(x, blocksize, 0.5)  # type: ignore[arg-type]
-    for sparsity in ("0.5", None, float("nan")):
+    for sparsity in ("0.5", None, float("nan"), True, np.True_):
         with pytest.raises(UsageError, match=r"sparsity: expected a number in 0 \.\. 1"):
             masks.magnitude(x, sparsity)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="unknown format '3'"):
+        masks.prune(x, 3, sparsity=0.5)  # type: ignore[arg-type]
+    for inputs in (3, [1.0], "x"):
+        with pytest.raises(UsageError, match=r"error: x: expected an array of inputs of shape \(4, N\)"):
+            masks.error(x, x, inputs)  # type: ignore[arg-type]

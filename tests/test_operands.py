@@ -22,14 +22,17 @@ X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 @pytest.mark.parametrize("backend", [None, "reference"])
 @pytest.mark.parametrize("name", ["alpha", "beta"])
-@pytest.mark.parametrize("value", [None, "2", 2j], ids=str)
+@pytest.mark.parametrize("value", [None, "2", 2j, np.ones(2), 10**400], ids=lambda v: str(v)[:8])
 def test_scalars_of_the_epilogue_are_numbers(backend: str | None, name: str, value: Any) -> None:
     # float32(None) is NaN: the product would be full of NaN without an error
     a, out = sf.convert(W, "csr"), np.ones((4, 3), np.float32)
-    with pytest.raises(TypeError, match=rf"{name}: expected a number, got {value!r}"):
+    text = re.escape(f"{name}: expected a number, got {value!r:.80}")
+    with pytest.raises(TypeError, match=text):
         sf.spmm(a, X, out=out, backend=backend, **{name: value})
+    with pytest.raises(TypeError, match=text):
+        sf.linear(X.T.copy(), a, out=out.T.copy(), backend=backend, **{name: value})
     plan = sf.plan(a, n=3, backend=backend, epilogue=True)
-    with pytest.raises(TypeError, match=rf"{name}: expected a number, got {value!r}"):
+    with pytest.raises(TypeError, match=text):
         plan(X, out=out, **{name: value})
     assert (out == 1).all()
     assert (plan(X, out=out, alpha=np.float16(2), beta=True) == 2 * (W @ X) + 1).all()
@@ -43,6 +46,9 @@ def test_operands_of_no_or_another_library() -> None:
         sf.spmm(a, X, out=[[0.0] * 3] * 4)
     with pytest.raises(TypeError, match=r"out: expected numpy\.ndarray like x, got list"):
         sf.linear(X.T.copy(), a, out=[[0.0] * 4] * 3)
+    for backend in ("cpu", "reference"):
+        with pytest.raises(TypeError, match="bias: expected a numpy array, got list"):
+            sf.plan(a, n=3, epilogue=True, backend=backend)(X, bias=[1.0] * 4)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64, bool, complex], ids=lambda d: d.__name__)
@@ -190,8 +196,12 @@ def test_gradients_are_not_cut_off_in_silence() -> None:
 def test_the_out_of_a_vector_is_a_vector(backend: str | None) -> None:
     a, x = sf.convert(W, "csr"), X[:, 0].copy()
     out = np.zeros(4, np.float32)
-    assert (sf.spmm(a, x, out, backend) == W @ x).all()
+    assert sf.spmm(a, x, out, backend) is out  # as for a matrix
     assert (out == W @ x).all()
+    assert sf.spmm(a, x, out, backend, alpha=2.0, beta=1.0, bias=x) is out
+    assert (out == 3 * (W @ x) + x).all()
+    assert (sf.spmm(a, x.tolist(), backend=backend) == W @ x).all()  # it was refused, where lists of rows are taken
+    assert (sf.linear(x.tolist(), a, backend=backend) == W @ x).all()
     for shape in ((4, 1), (5,), ()):
         text = re.escape(f"out: expected shape (4,) for a B of one dimension, got {shape}")
         with pytest.raises(ValueError, match=text):  # it said: expected (4, 1), got (4, 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import spformat as sf
 from spformat.errors import UsageError
 from spformat.formats import CSR, ELLBuckets
 from spformat.interop.matrices import read_matrix
@@ -109,8 +111,18 @@ def test_recommended_width() -> None:
     assert best.traffic == min(w.slots + w.ell_rows + w.split_rows for w in report)
     assert report[0].padding == 0
     assert order.recommended_width(CSR.from_dense(np.zeros((0, 5), np.float32))) == 1
-    with pytest.raises(UsageError, match="column_parts"):
-        order.bucket_widths(a, 0)
+    for parts in (0, 1025, True, 2.0, None):
+        with pytest.raises(UsageError, match=r"column_parts: expected an int in 1 \.\. 1024"):
+            order.bucket_widths(a, parts)  # type: ignore[arg-type]
+
+
+def test_rows_of_blocks_are_no_rows() -> None:
+    """A BSR has an ``indptr``, too: its block rows were put in order without an error."""
+    blocks: Any = sf.convert(np.ones((4, 4), np.float32), "bsr", blocksize=(2, 2))
+    calls = order.row_lengths, order.by_length, order.bucket_widths, order.recommended_width
+    for call in (*calls, lambda a: order.permute_rows(a, np.arange(4))):
+        with pytest.raises(UsageError, match=r"expected a CSR, got BSR; use convert\(x, 'csr'\)"):
+            call(blocks)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from spformat.errors import UsageError
 from spformat.measure import calibration_cases, calibration_fit
 from spformat.measure.calibration_points import Point
 from spformat.products import rates, roofline, tiles
-from spformat.products.kernel import Kernel, tile_us
+from spformat.products.kernel import LEAST_CALL_US, Kernel, tile_us
 from spformat.products.problem import COL, ROW, Problem
 
 P = Problem.product(
@@ -82,6 +82,18 @@ def test_twice_the_columns_never_take_much_less(p: Problem) -> None:
     for k in accepting(p):
         if not k.unsupported(p.changed(n=2 * p.n)):
             assert k.expected_us(p.changed(n=2 * p.n)) > 0.9 * k.expected_us(p), k.name
+
+
+def test_no_product_on_a_host_takes_less_than_a_call() -> None:
+    """A bitmask of one element was expected to take 0.5 us, as 2:4 in some types: 8 and more are measured."""
+    tried = 0
+    for name, params in ((f.name, params) for f in sf.FORMATS for params in PARAMS.get(f.name, [{}])):
+        for n, dtype in itertools.product((0, 1, 4, 16), ("float32", "bfloat16")):
+            p = Problem.product(name, tuple(params.items()), 1, 1, n, 1, *[dtype] * 3)
+            for k in accepting(p):
+                assert k.expected_us(p) >= LEAST_CALL_US, (k.name, n, dtype)
+                tried += 1
+    assert tried > 100
 
 
 def test_no_tile_promises_more_than_the_peak() -> None:
@@ -240,6 +252,17 @@ def test_the_launch_of_a_kernel_is_never_fitted_as_nothing() -> None:
     (fit,) = calibration_fit.fit(points)
     least = calibration_fit.OF_LEAST * min(x.us for x in points)
     assert fit.entry["all"][0] == pytest.approx(least, rel=1e-3) or fit.entry["all"][0] > least > 3
+
+
+def test_the_start_of_a_kernel_of_the_host_is_never_fitted_as_nothing() -> None:
+    """Small products that were not measured seemed to cost nothing."""
+    kernel = backends.kernel_named("cpu.spmm_bitmask")
+    points = []
+    for i, m in enumerate(range(256, 4352, 64)):
+        p = Problem.product("bitmask", (), m, 4096, 16, m << 11, *["float32"] * 3)
+        points.append(Point(kernel, p, None, 1e-4 * p.nnz, math.nan, i))
+    (fit,) = calibration_fit.fit(points)
+    assert all(constants[0] >= LEAST_CALL_US for constants in (fit.entry["all"], *fit.entry["tiles"].values()))
 
 
 def test_a_fit_and_the_regret_of_a_choice() -> None:

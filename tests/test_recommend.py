@@ -261,6 +261,8 @@ def test_what_is_refused() -> None:
         ({"device": "H300"}, "device: expected one of H200, H100, A100, cpu, or a Device of your own"),
         ({"objective": "speed"}, "objective: expected one of time, bytes, resident, got 'speed'"),
         ({"n": 0}, "at least 1"), ({"n": []}, "at least 1"), ({"n": ["a"]}, "expected a number of columns"),
+        ({"n": True}, "n: expected a number of columns, got True"), ({"n": [16, False]}, "got False"),
+        ({"workspace": True}, "workspace: expected a number of bytes >= 0, got True"),
         ({"backend": "gpu"}, "unknown backend"), ({"more": ["bsrr"]}, "unknown format"),
         *(({"more": m}, "more: expected several format texts, as more=['bsr:blocksize=64x64'], got " + repr(m))
           for m in ([3], 3, None, [None, "csr"], "csr", b"csr")),
@@ -269,9 +271,19 @@ def test_what_is_refused() -> None:
             sf.recommend(x, **wrong)
     more = sf.recommend(x, 16, more=["bsr:blocksize=3x5", "two-four", "bsr:blocksize=64x64"])
     assert set(more.excluded) >= {"bsr:blocksize=3x5", "two-four"}
+    assert sf.recommend(x, np.array(16)).n == sf.recommend(x, 16).n
     assert sf.recommend(x, 16, dtype="float32").dtype == "float32"
     with pytest.raises(UsageError, match=r"recommend\(x, n="):
         sf.convert(x, "fastest")
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (8, 0), (8, 16), (1, 1)])
+def test_every_format_is_ranked_or_excluded_for_a_matrix_without_nonzeros(shape: tuple[int, int]) -> None:
+    """two-four and vector-nm were in neither list."""
+    got = sf.recommend(np.zeros(shape, BF16), 16)
+    ranked = {parse_spec(r.format)[0].name for r in got}
+    assert ranked | set(got.excluded) == {f.name for f in registered()} - {"csc", "coo"}  # those are chosen by name
+    assert "not vector-nm: there are no nonzeros to have a pattern" in str(got)
 
 
 def test_your_own_device() -> None:

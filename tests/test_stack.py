@@ -81,6 +81,7 @@ def test_methods_and_refusals() -> None:
     np.testing.assert_array_equal(a.astype("float32").to_dense(), x.astype("float32"))
     assert a.sum() == pytest.approx(float(x.astype("float64").sum()))
     assert sf.stack(list(x), "csr") == sf.stack(x, "csr")
+    assert a[np.int64(1)] is a[-1] is a.parts[1]
     assert sf.stack(np.ones((2, 3, 4), np.int64), "csr", dtype="float32").dtype == np.float32
     B = np.ones((16, 3), np.float16)
     for text, call in {
@@ -98,6 +99,12 @@ def test_methods_and_refusals() -> None:
         r"got one \(two-four\); use stack": lambda: sf.stack(a[0]),
         r"expected one matrix or more, got none": lambda: sf.stack([], "csr"),
         r"expected no axis": lambda: a.sum(axis=0),
+        r"expected the number of a matrix in -2 \.\. 1, or a slice, got 2": lambda: a[2],
+        r"or a slice, got -3": lambda: a[-3],
+        r"or a slice, got \(0, 1\)": lambda: a[0, 1],
+        r"or a slice, got True": lambda: a[True],
+        r"or a slice, got array": lambda: a[np.array([0, 1])],
+        r"or a slice, got slice\('x', None": lambda: a["x":],  # type: ignore[misc]
     }.items():
         with pytest.raises(sf.errors.UsageError, match=text):
             call()

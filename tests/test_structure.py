@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +72,15 @@ def same(a: Structure, b: Structure) -> None:
             assert (f.name, one) == (f.name, other)
         if isinstance(one, dict):
             assert list(one) == list(other)  # ties between candidates go by order
+
+
+def test_structures_are_compared() -> None:
+    """It was a ValueError of numpy about the truth value of an array."""
+    one, other = (structure._analyse(np.eye(5, dtype=np.float32)) for _ in range(2))
+    assert one == other
+    assert one != replace(other, row_lengths=other.row_lengths[::-1] * 2)
+    assert one != replace(other, nnz=4)
+    assert structure.stacked([one, other]) == structure.stacked([other, one]) != one
 
 
 @pytest.mark.parametrize("path", ["numpy", "compiled"])

@@ -82,6 +82,10 @@ def test_a_view_is_frozen_and_no_array() -> None:
         np.asarray(t)
     assert isinstance(t, Transposed)
     assert t.to("cpu") is t
+    assert t == a.copy().T  # each T is another view: they were never equal
+    assert t != (a * 2).T
+    assert t != a
+    assert a != t
 
 
 def test_the_memory_budget_holds() -> None:

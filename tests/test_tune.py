@@ -14,7 +14,7 @@ import pytest
 from catalogue import command
 
 import spformat as sf
-from spformat.errors import ContainerError, InputError, OutputError, UsageError
+from spformat.errors import ContainerError, InputError, NoKernelError, OutputError, UsageError
 from spformat.measure import bench, tune
 from spformat.measure.tune import Tuned
 
@@ -144,11 +144,20 @@ def test_files_of_results(folder: Path, tmp_path: Path, caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"seconds": 0}, {"seconds": float("inf")}, {"seconds": float("nan")}, {"most": 0}, {"n": 0}, {"device": "gpu"}],
-)
+    [
+        {"seconds": 0}, {"seconds": float("inf")}, {"seconds": float("nan")}, {"seconds": "10"}, {"seconds": None},
+        {"seconds": True}, {"most": 0}, {"most": 2.0}, {"most": "6"}, {"most": True}, {"n": 0}, {"device": "gpu"},
+    ],
+)  # fmt: skip
 def test_what_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         sf.tune(matrix(), **{"n": 16} | wrong)
+
+
+def test_why_no_format_could_be_run() -> None:
+    """The message ended with "on cpu"; the reasons were in a field."""
+    with pytest.raises(NoKernelError, match=r"no format could be run on cpu: .*dense: .*bytes requested, .* allowed"):
+        sf.tune(matrix(), 2**40, seconds=0.01)
 
 
 def test_the_command_as_typed(tmp_path: Path) -> None:

@@ -78,6 +78,8 @@ def check_bias(p: Problem, bias: Any, beta: float, out: Any) -> None:
         raise ValueError(f"beta = {beta} adds to C: expected out, got none")
     if bias is None:
         return
+    if p.device == "cpu" and not isinstance(bias, np.ndarray):
+        raise TypeError(f"bias: expected a numpy array, got {type(bias).__name__}")
     if bias.shape != (p.rows,):
         raise ValueError(f"bias: expected shape ({p.rows},), one value for each row of C, got {bias.shape}")
     if bias.dtype != numpy_dtype(p.out_dtype):
@@ -93,8 +95,6 @@ def with_epilogue(plan: Plan, p: Problem) -> Plan:
 
     def run(B: Any, out: Any, alpha: float, beta: float, bias: Any) -> Any:
         check_bias(p, bias, beta, out)
-        if bias is not None and not isinstance(bias, np.ndarray):
-            raise TypeError(f"bias: expected a numpy array, got {type(bias).__name__}")
         out = check_operands(p, B, out)
         with np.errstate(all="ignore"):  # overflow and inf - inf are results, not events
             # Sums in the dtype of C are written to their place at once, unless C is still to be read.

@@ -49,7 +49,7 @@ from ..products.problem import (
 )
 from . import composed  # noqa: F401 - its backend registers itself
 from .plans import plan_with
-from .select import Explanation, ask, choose, named
+from .select import Explanation, ask, checked, choose, named
 
 log = logging.getLogger("spformat")
 
@@ -93,7 +93,8 @@ def spmm(A: Any, B: Any, out: Any = None, backend: str | None = None, *, alpha: 
     if isinstance(B, np.ndarray) and compiling():
         return untraced(spmm)(A, B, out, backend, alpha=alpha, beta=beta, bias=bias)
     if isinstance(A, Format):
-        if (isinstance(B, np.ndarray) or is_cupy(B)) and B.ndim == 2 and bias is None and alpha == 1 and beta == 0:
+        plain = bias is None and type(alpha) is float and alpha == 1 and type(beta) is float and beta == 0
+        if plain and (isinstance(B, np.ndarray) or is_cupy(B)) and B.ndim == 2:
             return _plan_for("spmm", A, B, out, backend).run(B, out)
         operation = "spmm"
     elif isinstance(A, Transposed):
@@ -116,13 +117,15 @@ def _product(operation: str, A: Format, B: Any, out: Any, backend: str | None, a
             if out.shape != (length,):
                 raise ValueError(f"out: expected shape ({length},) for a B of one dimension, got {out.shape}")
             column = out[:, None]
-        return _product(operation, A, B[:, None], column, backend, alpha, beta, bias)[:, 0]
+        result = _product(operation, A, B[:, None], column, backend, alpha, beta, bias)
+        return result[:, 0] if out is None else out
+    alpha, beta = scalar("alpha", alpha), scalar("beta", beta)
     if bias is None and alpha == 1 and beta == 0:
         return _plan_for(operation, A, B, out, backend).run(B, out)
     if bias is not None:
         require_like("bias", bias, "B", B)
     plan = _plan_for(operation, A, B, out, backend, True)
-    return plan.run(B, out, scalar("alpha", alpha), scalar("beta", beta), bias)
+    return plan.run(B, out, alpha, beta, bias)
 
 
 Format.__matmul__ = spmm
@@ -169,7 +172,7 @@ def _linear(operation: str, x: Any, W: Format, bias: Any, alpha: float, beta: fl
         raise ValueError(f"x: expected shape [.., {K}], the columns of W {(M, K)} last, got {x.shape}")
     shape = (*x.shape[:-1], M)
     if out is None:
-        if beta != 0:
+        if scalar("beta", beta) != 0:
             raise ValueError(f"beta = {beta} adds to y: expected out, got none")
         with current_device(x):
             out = namespace(x).empty(shape, numpy_dtype(result_dtype(dtype_name(W.dtype), operand_type("x", x))))
@@ -234,7 +237,7 @@ def explain(
     ``Problem``, what is missing here does not count unless ``installed``, nor do ``use_backend`` and SPFORMAT_BACKEND.
     """
     if isinstance(A, Problem):
-        return ask(A, backend, installed=installed)
+        return ask(checked(A), backend, installed=installed)
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     if B is None:
         return ask(problem_of(A, 512 if n is None else n, operation), backend_name(backend))

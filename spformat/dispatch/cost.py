@@ -27,6 +27,7 @@ from ..products.ideal import operands_bytes
 from ..products.problem import ROW, Problem, columns
 from ..products.roofline import CUDA_32, CUDA_64, DEVICES, TENSOR_16, Blocking, Device
 from .api import explain, problem_of
+from .select import checked
 
 __all__ = ["DEVICES", "Cost", "Device", "estimate"]
 
@@ -107,7 +108,7 @@ def estimate(
     transposed = isinstance(A, Transposed)
     matrix = A if isinstance(A, Problem) else A.matrix if transposed else as_format(A)
     operation = "spmm_transposed" if transposed else "spmm"
-    p = A if isinstance(A, Problem) else problem_of(cast(Format, matrix), n, operation, b_layout=b_layout)
+    p = checked(A) if isinstance(A, Problem) else problem_of(cast(Format, matrix), n, operation, b_layout=b_layout)
     p = p.changed(n=n, device="cuda", sm=target.sm, device_id=0)
     with roofline.on(target):
         answer = explain(p, backend=backend)

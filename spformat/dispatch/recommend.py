@@ -171,7 +171,7 @@ def recommend(
     objective: "time": the sum of the expected times, one product for each n. "bytes": of the matrix. "resident": of the
         matrix and the largest workspace that its kernels state. Of equal ones, the faster or smaller comes first.
     b_layout: "row", or "col" (torch's x of a linear layer). workspace, backend: as for ``plan``.
-    more: further format texts to consider ("sr-bcrs:stride=4").
+    more: further format texts to consider ("ell-buckets:widths=8x24").
 
     A matrix on the host with blocks of 32 or 64 that are at least half full is also considered as a sum: those blocks,
     and the rest in csr, where that is at most a tenth full. The counts of a ``Structure`` do not tell that.
@@ -188,7 +188,8 @@ def recommend(
         counts = replace(counts, dtype=value_type(dtype).name)
     if objective not in OBJECTIVES:
         raise UsageError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r:.80}", value=objective)
-    widths = tuple(dict.fromkeys(columns(k) for k in ((n,) if not isinstance(n, Iterable) else n)))
+    one = not isinstance(n, Iterable) or getattr(n, "ndim", 1) == 0  # an array without dimensions is one number
+    widths = tuple(dict.fromkeys(columns(k) for k in ((n,) if one else n)))  # type: ignore[union-attr]
     if not widths or min(widths) < 1:
         raise UsageError(f"n: expected numbers of columns, at least 1, got {n!r:.80}", value=n)
     if backend is not None:

@@ -6,15 +6,21 @@ import contextlib
 import math
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from .. import backends
+from ..arrays.dtypes import value_type
 from ..backends.base import Backend
 from ..errors import DeviceUnavailable, NoKernelError, UsageError
+from ..formats import by_name
+from ..formats.declare import OMITTED
+from ..limits import MAX_DIM
 from ..products import rates
 from ..products.kernel import Accepted, Kernel, Rejected
-from ..products.problem import Problem
+from ..products.problem import Operand, Problem
 from ..products.roofline import epilogue_us
 
 
@@ -68,6 +74,48 @@ def choose(problem: Problem, name: str | None = None, without: str = "") -> Kern
         if missing:
             raise DeviceUnavailable(f"backend {name!r} cannot run here: {'; '.join(missing)}", reasons=missing)
     raise NoKernelError(f"No kernel for {problem.operation!r} with:\n{trace}", reasons=[str(a) for a in trace.answers])
+
+
+def checked(p: Problem) -> Problem:
+    """A problem that a caller has written, with the usual params and full names of types; kernels take it as it is.
+
+    UsageError or ArrayError for a format, params, types, sizes or a device that no matrix has.
+    """
+    a, *dense = (_checked_operand(x) for x in p.operands)
+    integers = p.out.dtype in ("int32", "int64")
+    out = replace(p.out, dtype=p.out.dtype if integers else value_type(p.out.dtype).name, shape=_sizes(p.out.shape))
+    on_gpu = a.device == "cuda" and isinstance(p.sm, int) and not isinstance(p.sm, bool)
+    if not on_gpu and (a.device != "cpu" or p.sm is not None):
+        expected = "expected device 'cpu' and no sm, or 'cuda' and an sm such as 90"
+        raise UsageError(f"Problem: {expected}, got {a.device!r:.40} and {p.sm!r:.40}")
+    same = replace(p, operands=(a, *dense), out=out)
+    return p if same == p else same
+
+
+def _checked_operand(x: Operand) -> Operand:
+    shape = _sizes(x.shape)
+    try:
+        given = dict(x.params) if isinstance(x.params, tuple) else {}
+    except (TypeError, ValueError):
+        given = {}
+    if len(given) != len(x.params):
+        raise UsageError(f"Problem: params: expected pairs such as (('blocksize', (32, 32)),), got {x.params!r:.80}")
+    fmt = by_name(x.format)
+    params = {} if x.parts else fmt.resolve_params(given)
+    if not x.parts and not fmt.has_all_params(params):
+        lacks = ", ".join(d.name for d in fmt.declared_params() if d.name not in params and d.default is not OMITTED)
+        raise UsageError(f"Problem: {fmt.name}: expected all params of a matrix, got no {lacks}")
+    if isinstance(x.stored, bool) or not isinstance(x.stored, (int, np.integer)) or x.stored < 0:
+        raise UsageError(f"Problem: expected a number of stored values, got {x.stored!r:.80}")
+    return replace(x, params=tuple(params.items()), dtype=value_type(x.dtype).name, shape=shape,
+                   stored=int(x.stored), parts=tuple(map(_checked_operand, x.parts)))  # fmt: skip
+
+
+def _sizes(shape: tuple[Any, ...]) -> tuple[int, ...]:
+    bad = [n for n in shape if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or not 0 <= n <= MAX_DIM]
+    if bad:
+        raise UsageError(f"Problem: expected sizes in 0 .. 2^48-1, got shape {shape!r:.80}")
+    return tuple(map(int, shape))
 
 
 _INSTALLED: ContextVar[bool] = ContextVar("spformat_installed", default=True)

@@ -68,6 +68,8 @@ F = TypeVar("F", bound=type[Format])
 
 def register(fmt: F) -> F:
     """Add a format (usable as a class decorator); its ``name`` must be free."""
+    if not (isinstance(fmt, type) and issubclass(fmt, Format) and hasattr(fmt, "name")):
+        raise UsageError(f"register: expected a class derived from Format, with a name, got {fmt!r:.80}")
     if _by_name.setdefault(fmt.name, frozen(fmt)) is not fmt:
         raise UsageError(f"a format called {fmt.name!r} is already registered")
     _forget()
@@ -103,6 +105,8 @@ def composed() -> tuple[type[Format], ...]:
 
 def by_name(name: str) -> type[Format]:
     """The class of a format id; UsageError suggests the nearest."""
+    if not isinstance(name, str):
+        raise UsageError(f"expected the name of a format, as 'csr', got {name!r:.80}", value=name)
     fmt = _by_name.get(name)
     if fmt is None:
         near = difflib.get_close_matches(name.lower(), ["auto", "fastest", *_ALSO_CALLED, *_by_name], 1)

@@ -126,10 +126,15 @@ class ArrayMethods:
         """Consecutive rows of a CSR or BSR: ``a[64:128]``. UsageError for anything else."""
         me: Any = self
         take: Callable[[int, int], Self] | None = getattr(me, "row_range", None)
-        if take is None or not isinstance(rows, slice) or rows.step not in (None, 1):
+        consecutive = isinstance(rows, slice) and rows.step in (None, 1)
+        try:
+            bounds = slice(rows.start, rows.stop).indices(me.shape[0]) if consecutive else None
+        except TypeError:  # of texts, or floats
+            bounds = None
+        if take is None or bounds is None:
             message = f"{me.name}: expected consecutive rows of a CSR or BSR, like a[0:64]; to_scipy() takes any index"
             raise UsageError(message)
-        first, last, _ = slice(rows.start, rows.stop).indices(me.shape[0])
+        first, last, _ = bounds
         me.ensure_valid()
         with current_device(me.values):
             return take(first, max(first, last))

@@ -218,7 +218,11 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
     # ---------------------------------------------------------------- moving
 
     def with_arrays(self, **arrays: Array) -> Self:
-        """The same object with some arrays replaced, not marked as validated."""
+        """The same object with some arrays replaced, not marked as validated. UsageError for other names."""
+        has = [d.name for d in self.declared_arrays()]
+        if not arrays.keys() <= set(has):
+            expected, got = ", ".join(has) or "no arrays", ", ".join(name for name in arrays if name not in has)
+            raise UsageError(f"{self.name}: with_arrays: expected some of {expected}, got {got}")
         return type(self)(**(self.fields() | arrays))
 
     def to(self, device: str) -> Self:

@@ -29,6 +29,7 @@ from . import (
     usual_target,
 )
 from .base import Format, checked_values
+from .declare import REQUIRED
 from .dense import Dense
 from .foreign import as_format, from_scipy, from_torch
 
@@ -80,11 +81,13 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
         x = checked_values(x, Dense.name)
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
-    usual = usual_target(target) if type(target) is str and target != "auto" and not params else None
+    text = target if type(target) is str and target != "auto" and not params else ""
+    own = a is not None and text.partition(":")[0] == a.name  # it keeps params that are not given
+    usual = usual_target(text) if text and not own else None
     if usual is not None and a is None:
         usual[0].accepts(x.dtype)
         return usual[0].from_values(x, usual[1])
-    if usual is not None and type(a) is not usual[0]:  # of its own format a matrix keeps params that are not given
+    if usual is not None and type(a) is not usual[0]:
         fmt, given = usual
     else:
         if isinstance(target, type) and issubclass(target, Format) and target is not Format:
@@ -92,6 +95,9 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
         else:
             fmt, in_text = parse_spec(a.smallest() if a is not None and target == "auto" else str(target))
             given = in_text | params
+        if type(a) is fmt:  # what must be given otherwise, a matrix of this format has
+            has = a.params()
+            given = {d.name: has[d.name] for d in fmt.declared_params() if d.default is REQUIRED} | given
         fmt.resolve_params(given)  # before they are passed on: one may be named as an argument is, like "x"
     if a is None:
         fmt.accepts(x.dtype)

@@ -17,7 +17,7 @@ from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
 from ..arrays.library import Array, index_dtype, is_cupy, namespace
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, stable_order
-from ..errors import OrderError, UsageError
+from ..errors import ArrayError, OrderError, UsageError
 from . import edges
 from .base import INDEX, VALUE, Format, RowChunks, array
 from .hooks import Counts
@@ -90,13 +90,17 @@ class CSR(Items, Format):
 
     @classmethod
     def from_coordinates(cls, shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
-        """CSR of items in any order: row and column int64[nnz], data VALUE[nnz].
+        """CSR of items in any order: row and column integers [nnz], data VALUE[nnz].
 
         The caller must ensure 0 <= row < M, 0 <= column < K, and that no (row, column) occurs twice.
         """
         xp, (M, K) = namespace(data), shape
+        if rows.dtype.kind not in "iu" or cols.dtype.kind not in "iu":
+            got = f"{rows.dtype} and {cols.dtype}"
+            raise ArrayError(f"csr: from_coordinates: expected integers for rows and columns, got {got}")
+        rows, cols = (x.astype(np.int64, copy=False) for x in (rows, cols))  # int64: M*K overflows int32
         if M * K < 2**63:
-            key = rows * K + cols  # int64: M*K overflows int32
+            key = rows * K + cols
             ordered = not bool((key[1:] < key[:-1]).any())  # synchronize!
             order = None if ordered else xp.argsort(key, kind="stable")
         else:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..arrays.dtypes import VALUE_TYPES, is_native_value, is_real, value_type
-from ..arrays.library import Array, namespace, unmasked
-from ..errors import SpformatError, StructureError, UsageError
+from ..arrays.library import Array, is_cupy, namespace, unmasked
+from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes
 
 
 def checked_values(x: Array, where: str) -> Array:
     """``x`` in C order and native byte order, copied only if necessary.
 
-    Raises UsageError unless it is 2-D, and for a masked array, StructureError unless its dtype is a value type.
+    Raises ArrayError for anything but an array, UsageError unless it is 2-D, and for a masked array, StructureError
+    unless its dtype is a value type.
     """
+    if not isinstance(x, np.ndarray) and not is_cupy(x):
+        fix = "x.to_dense(), x.toarray() or np.asarray(x), or convert(x, ..), which takes other matrices"
+        raise ArrayError(f"{where}: expected a numpy or CuPy array [M, K], got {type(x).__name__}; use {fix}")
     xp = namespace(unmasked(x))
     if x.ndim == 2 and x.size and type(x) is xp.ndarray and x.flags.c_contiguous and is_native_value(x.dtype):
         return x

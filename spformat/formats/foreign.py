@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import VALUE_TYPES
-from ..arrays.library import Array, array_of, index_dtype, is_cupy, unmasked
+from ..arrays.library import Array, array_of, index_dtype, is_cupy, namespace, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
@@ -111,7 +111,7 @@ def _from_coordinates(shape: tuple[int, int], rows: Array, cols: Array, data: Ar
                 array=key, index=at, value=value, expected=expected, count=count,
             )  # fmt: skip
         narrow[key] = index.astype(index_dtype(size - 1))
-    a = COO(shape=shape, **narrow, data=data)
+    a = COO(shape=shape, **narrow, data=_side_by_side(data))
     try:
         return a.validate()
     except OrderError:
@@ -126,8 +126,13 @@ def _fitted(where: str, indptr: Array, indices: Array, data: Array, columns: int
     return {
         "indptr": _narrowed(where, "indptr", indptr, index_dtype(n), end, PointerError),
         "indices": _narrowed(where, "indices", indices, index_dtype(columns - 1), inside, IndexBoundsError),
-        "data": data,
+        "data": _side_by_side(data),
     }
+
+
+def _side_by_side(data: Array) -> Array:
+    """``data``, copied if it has strides: the real part of complex values, one value that was expanded to many."""
+    return namespace(data).ascontiguousarray(data)
 
 
 def _narrowed(
@@ -214,6 +219,9 @@ def as_array(x: Any) -> Array:
 
     UsageError for what ``as_format`` does not take.
     """
+    if isinstance(x, (list, tuple)):
+        x = array_of(x)
+        return x if x.ndim == 1 else as_format(x).to_dense()
     if isinstance(x, np.ndarray) or is_cupy(x):
         return unmasked(x)
     return torch_to_array(x) if is_torch(x) else as_format(x).to_dense()

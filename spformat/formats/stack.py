@@ -60,11 +60,15 @@ class Stack(Composed):
         return iter(self.parts)
 
     def __getitem__(self, index: Any) -> Any:
-        """Matrix e for an int; a stack of some of the matrices for a slice."""
-        if not isinstance(index, slice):
-            return self.parts[index]
-        chosen = self.parts[index]
-        return self._of(chosen)
+        """Matrix e for an int; a stack of some of the matrices for a slice. UsageError for anything else."""
+        try:
+            chosen: Any = None if isinstance(index, bool) else self.parts[index]
+        except (TypeError, IndexError):
+            chosen = None
+        if chosen is None:
+            numbers = f"{-len(self)} .. {len(self) - 1}"
+            raise UsageError(f"stack: expected the number of a matrix in {numbers}, or a slice, got {index!r:.80}")
+        return self._of(chosen) if isinstance(index, slice) else chosen
 
     def layout_problems(self) -> list[tuple[str, str]]:
         problems = Format.layout_problems(self)

@@ -61,6 +61,10 @@ class Transposed:
     def __repr__(self) -> str:
         return f"Transposed({self.matrix!r}, shape={self.shape})"
 
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the transpose of an equal matrix."""
+        return self.matrix == other.matrix if isinstance(other, Transposed) else NotImplemented
+
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         """Raises TypeError: a matrix is never converted to a dense array implicitly."""
         raise TypeError("this is the transpose of a sparse matrix, no array; use to_dense()")

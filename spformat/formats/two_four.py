@@ -124,7 +124,7 @@ class TwoFour(Format):
     @classmethod
     def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
         if not counts.nnz:
-            return ""
+            return "there are no nonzeros to have a pattern"
         some = "every group of four has at most two nonzeros"
         return some if cls.fits(counts, {}) else f"only {percent(counts.two_four_share)} of the groups of four fit 2:4"
 

@@ -113,7 +113,8 @@ class VectorNM(Format):
     @classmethod
     def remark(cls, counts: Counts, params: dict[str, Any]) -> str:
         if not params:
-            return "in every pattern some window of columns is full" if counts.nnz else ""
+            full = "in every pattern some window of columns is full"
+            return full if counts.nnz else "there are no nonzeros to have a pattern"
         length, of = params["vector_length"], f"of {params['m']} columns"
         rows = "" if length == 1 else f" in the same {length} rows"
         return f"at most {counts.window_max[params['m'], length]} {of} are needed{rows}"

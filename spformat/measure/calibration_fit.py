@@ -3,8 +3,9 @@
 A kernel expects a sum of constants times ideal times. The constants make the sum of squared logarithms of expected over
 measured small: least squares with constants of at least 0, repeated with weights 1 / sqrt(expected * measured), points
 further than 30 % off counting less. One set of constants is fitted for each variant of a kernel with enough points,
-and one to all points, which holds for the others. The launch has a part of every time: without a least constant for it,
-terms that nearly all points of a variant have would take it over, and products without them would seem to cost nothing.
+and one to all points, which holds for the others. The launch, or the call on a host, has a part of every time: without
+a least constant for it, terms that nearly all points of a variant have would take it over, and products without them
+would seem to cost nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..products import rates, tiles
+from ..products.kernel import LEAST_CALL_US
 from ..products.roofline import device_of
 from .calibration_points import DENSE, Point
 
@@ -25,8 +27,9 @@ ENOUGH = 3
 """Points that a variant needs for each constant of its own."""
 ROUNDS = 8
 NEAR = 0.3
-LAUNCH, LEAST_LAUNCH, OF_LEAST = "launch", 4.5, 0.6
-"""A term of this name has a constant of so many microseconds at least, or this part of the least time of the kernel."""
+LEAST, OF_LEAST = {"launch": 4.5, "start": LEAST_CALL_US}, 0.6
+"""A term of such a name has a constant of so many microseconds at least, or this part of the least time of the
+kernel."""
 
 
 class Fit(NamedTuple):
@@ -94,7 +97,8 @@ def _fitted(name: str, points: list[Point]) -> Fit:
         for variant in row[0].kernel.variant(row[0].problem, row[0].tile):
             groups[variant].append(row)
     terms = _terms(points)
-    least = [min(LEAST_LAUNCH, OF_LEAST * min(us for *_, us in rows)) if term == LAUNCH else 0.0 for term in terms]
+    most = OF_LEAST * min(us for *_, us in rows)
+    least = [min(LEAST.get(term, 0.0), most) for term in terms]
     every = constants([q for _, q, _ in rows], [us for *_, us in rows], least)
     sets = {
         variant: constants([q for _, q, _ in some], [us for *_, us in some], least)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import math
+import numbers
 import os
 import platform
 import time
@@ -195,8 +196,10 @@ def tune(
     Results of products are not checked here; ``spformat bench`` does. Raises UsageError for a budget that is not above
     0 or infinite, what ``recommend`` raises, DeviceUnavailable, and NoKernelError where no format can be run.
     """
-    if not 0 < seconds < math.inf or most < 1:
-        raise UsageError(f"expected seconds above 0, not infinite, and most at least 1, got {seconds} and {most}")
+    numeric = isinstance(seconds, numbers.Real) and isinstance(most, numbers.Integral)
+    if not numeric or isinstance(seconds, bool) or isinstance(most, bool) or not 0 < seconds < math.inf or most < 1:
+        got = f"{seconds!r:.80} and {most!r:.80}"
+        raise UsageError(f"expected seconds above 0, not infinite, and most, an int of at least 1, got {got}")
     begin = time.perf_counter()
     counts = structure_of(A)
     where = parse_device(device)
@@ -215,7 +218,8 @@ def tune(
     trials = _halved(as_format(A), first, ranked.n, device, b_layout, begin + seconds)
     tuned = replace(blank, trials=tuple(trials), seconds=time.perf_counter() - begin)
     if not tuned.trials[0].us:
-        raise NoKernelError(f"no format could be run on {device}", reasons=[f"{t.format}: {t.note}" for t in trials])
+        reasons = [f"{t.format}: {t.note}" for t in trials]
+        raise NoKernelError(f"no format could be run on {device}: {'; '.join(reasons)}", reasons=reasons)
     try:
         _remember({tuned.key: tuned})
     except (OutputError, WriteError) as e:  # a home folder that cannot be written is no reason to lose the result

@@ -205,7 +205,7 @@ def prune(
     take, and for NaN or infinities unless ``nonfinite="keep"``.
     """
     x = checked_values(w.data if isinstance(w, Dense) else w, "prune")
-    fmt, given = (target, params) if isinstance(target, type) else parse_spec(target)
+    fmt, given = (target, params) if isinstance(target, type) else parse_spec(str(target))
     given = fmt.resolve_params({**given, **params})
     fmt.accepts(x.dtype)
     _check_nonfinite(nonfinite)
@@ -370,7 +370,7 @@ def _kept(total: int, sparsity: float) -> int:
         share = float(sparsity.__float__())  # numpy would round the product to the type of a float16 or float32
     except (AttributeError, TypeError):  # None, text
         share = math.nan
-    if not 0 <= share <= 1:
+    if not 0 <= share <= 1 or isinstance(sparsity, (bool, np.bool_)):
         raise UsageError(f"sparsity: expected a number in 0 .. 1, got {sparsity!r}", value=sparsity)
     return total - round(share * total)
 

@@ -15,14 +15,21 @@ from ..arrays.library import Array, ceil_div, index_dtype, namespace
 from ..arrays.segments import counts_of, pointer, rank_in_row, rows_of
 from ..errors import UsageError
 from ..formats.csr import CSR
-from ..formats.ell_buckets import MAX_WIDTH
+from ..formats.ell_buckets import MAX_WIDTH, ELLBuckets
 from ..limits import check_bytes
 
 
 def row_lengths(a: CSR) -> Array:
     """int64[M]: stored items of each row, stored zeros included."""
-    p = a.ensure_valid().indptr.astype(np.int64)
+    p = _csr(a).ensure_valid().indptr.astype(np.int64)
     return p[1:] - p[:-1]
+
+
+def _csr(a: CSR) -> CSR:
+    """``a``; UsageError for any other format: a BSR has an ``indptr``, too, of its rows of blocks."""
+    if not isinstance(a, CSR):
+        raise UsageError(f"expected a CSR, got {type(a).__name__}; use convert(x, 'csr')")
+    return a
 
 
 def by_length(a: CSR) -> Array:
@@ -48,7 +55,7 @@ def permute_rows(a: CSR, row_order: Array) -> CSR:
 
     UsageError unless ``row_order`` is on the device of ``a`` and holds each of 0 .. M-1 once.
     """
-    if namespace(row_order) is not namespace(a.indptr):
+    if namespace(row_order) is not namespace(_csr(a).indptr):
         raise UsageError(f"row_order: expected an array on {a.device}, as the matrix")
     _check_permutation(row_order, a.shape[0])
     a.ensure_valid()  # the result is marked
@@ -97,9 +104,8 @@ def bucket_widths(a: CSR, column_parts: int = 1) -> tuple[BucketWidth, ...]:
 
     column_parts: 1 .. 1024, as in ELLBuckets; UsageError outside. O(nnz + widths * nonempty (row, part) pairs).
     """
-    if not 1 <= column_parts <= 1024:
-        raise UsageError(f"column_parts: expected an int in 1 .. 1024, got {column_parts!r}", value=column_parts)
-    xp, (M, K) = namespace(a.indptr), a.ensure_valid().shape
+    column_parts = ELLBuckets.resolve_params({"column_parts": column_parts})["column_parts"]
+    xp, (M, K) = namespace(_csr(a).indptr), a.ensure_valid().shape
     check_bytes(8 * M * column_parts, "row lengths of all column parts")
     part_size = max(1, ceil_div(K, column_parts))
     counts = counts_of(a.rows() * column_parts + a.indices // part_size, M * column_parts)

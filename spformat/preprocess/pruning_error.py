@@ -59,8 +59,9 @@ def error(w: Array | Dense, kept: Array | Dense, x: Array | None = None) -> Prun
     xp, (M, K) = namespace(before), before.shape
     if after.shape != before.shape or is_cupy(after) != is_cupy(before):
         raise UsageError(f"error: expected two forms of one matrix, got shapes {before.shape} and {after.shape}")
-    if x is not None and (x.ndim != 2 or x.shape[0] != K):
-        raise UsageError(f"error: x: expected inputs of shape ({K}, N), got {x.shape}")
+    shape = None if x is None else getattr(x, "shape", type(x).__name__)
+    if x is not None and (not hasattr(x, "dtype") or len(x.shape) != 2 or x.shape[0] != K):
+        raise UsageError(f"error: x: expected an array of inputs of shape ({K}, N), got {shape}")
     inputs: Any = None if x is None else _wide(x)
     zeroed, total, lost, whole = 0, 0.0, 0.0, 0.0
     rows = max(1, CHUNK // max(1, K, 0 if x is None else x.shape[1]))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -35,7 +35,7 @@ TILE_ROWS = (128, 256)
 """Heights of the tiles of the vector n:m kernels. A tile must load one row of B for each of its nonempty columns."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Structure:
     """Counts of one matrix; every number is exact."""
 
@@ -57,6 +57,13 @@ class Structure:
     """h -> (nonempty h x 1 vectors, groups of 16 of them, padded per tile of h rows)."""
     tile_columns: dict[int, int]
     """Height of a tile -> nonempty columns, summed over the tiles."""
+
+    def __eq__(self, other: object) -> bool:
+        """The same counts, those of the rows among them."""
+        if type(self) is not type(other):
+            return NotImplemented
+        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return all(np.array_equal(x, y) if isinstance(x, np.ndarray) else x == y for x, y in pairs)
 
     @property
     def density(self) -> float:
@@ -167,7 +174,7 @@ class Structure:
         return fmt.bytes_of(self, fmt.resolve_params(given))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StackStructure(Structure):
     """Counts of a stack of matrices, summed; sizes are those of the matrices one by one. ``shape`` is (E*M, K)."""
 

@@ -160,11 +160,17 @@ def _best(
     tile = options[times.index(us)]
     if known is None:
         return Best(roofline.plain_us(p), tile)
-    return Best(max(us, ideal.traffic_us(some, device), LEAST_US) if p.device == "cuda" else max(us, LEAST_US), tile)
+    return Best(
+        max(us, ideal.traffic_us(some, device), LEAST_US) if p.device == "cuda" else max(us, LEAST_CALL_US), tile
+    )
 
 
 LEAST_US = 0.5
-"""The least time that is ever expected; every call takes longer."""
+"""The least time that is ever expected of a kernel on a GPU; every launch takes longer."""
+LEAST_CALL_US = 5.0
+"""The least time that is ever expected of a product on a host: the checks of a call, and a compiled function. A plan
+for one element takes 8 us or more on the host whose constants come with the package; it may be less on faster cores.
+Constants say nothing for some kernels: their fit had no product that small."""
 
 
 @functools.lru_cache(maxsize=256)

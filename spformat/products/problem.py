@@ -18,6 +18,7 @@ from ..arrays.library import device_of, namespace, round_up
 from ..errors import UsageError
 from ..formats.base import Format
 from ..formats.hooks import Counts
+from ..limits import MAX_DIM
 
 if TYPE_CHECKING:
     from ..storage.descriptor import Record
@@ -46,17 +47,17 @@ def result_dtype(a: str, b: str) -> str:
 def columns(n: Any) -> int:
     """``n`` as a number of columns of B; UsageError for anything else."""
     try:
-        count = index(n)
+        count = -1 if isinstance(n, bool) else index(n)
     except TypeError:
         count = -1
-    if count < 0:
+    if not 0 <= count <= MAX_DIM:
         raise UsageError(f"n: expected a number of columns, got {n!r:.80}", value=n)
     return count
 
 
 def most_workspace(value: Any) -> Any:
     """``value``, a number of bytes for copies; UsageError for anything else."""
-    is_number = isinstance(value, numbers.Real)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not value >= 0:  # so NaN is refused, too
         raise UsageError(f"workspace: expected a number of bytes >= 0, got {value!r:.80}", value=value)
     return value
@@ -66,7 +67,7 @@ def scalar(name: str, value: Any) -> float:
     """``value`` as a float; TypeError for anything but a real number, also for None and text, which numpy accepts."""
     try:
         return float(value.__float__())
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):  # the last: several numbers in torch
         raise TypeError(f"{name}: expected a number, got {value!r:.80}") from None
 
 
