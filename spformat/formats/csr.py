@@ -20,6 +20,7 @@ from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, 
 from ..errors import ArrayError, OrderError, UsageError
 from . import edges
 from .base import INDEX, VALUE, Format, RowChunks, array
+from .declare import parse_rows
 from .hooks import Counts
 from .items import Items
 from .row_length import row_length
@@ -69,6 +70,7 @@ class CSR(Items, Format):
         """Rows first .. last-1; UsageError unless 0 <= first <= last <= M. Validates a matrix that is not marked as
         validated."""
         self.ensure_valid()  # the result is marked
+        first, last = parse_rows(self.name, first, last)
         if not 0 <= first <= last <= self.shape[0]:
             message = f"csr: rows: expected 0 <= first <= last <= {self.shape[0]}, got {first} .. {last}"
             raise UsageError(f"{message}; a[{first}:{last}] counts as slices do")
