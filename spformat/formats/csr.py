@@ -100,6 +100,9 @@ class CSR(Items, Format):
         if rows.dtype.kind not in "iu" or cols.dtype.kind not in "iu":
             got = f"{rows.dtype} and {cols.dtype}"
             raise ArrayError(f"csr: from_coordinates: expected integers for rows and columns, got {got}")
+        if not rows.shape == cols.shape == data.shape == (data.size,):
+            got = f"{rows.shape}, {cols.shape} and {data.shape}"
+            raise ArrayError(f"csr: from_coordinates: expected rows, columns and values [nnz], got shapes {got}")
         rows, cols = (x.astype(np.int64, copy=False) for x in (rows, cols))  # int64: M*K overflows int32
         if M * K < 2**63:
             key = rows * K + cols
