@@ -184,3 +184,14 @@ def test_explain_of_this_host_says_what_the_environment_chooses(tmp_path: Path) 
             assert f"runs on {runs}" in command("explain", path, "-n", "4").out
             assert "runs on vendor." in command("explain", path, "-n", "4", "--gpu", "H100").out
             assert "runs on cpu." in command("explain", path, "-n", "4", "--backend", "cpu").out
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_and_a_package_with_its_import() -> None:
+    """``import spformat`` leaves out the packages that take long to import; the error did not say so."""
+    code = "import spformat as sf\nsf.{}"
+    for name, said in (("covert", "Did you mean: 'convert'?"), ("checkpoint", "import spformat.checkpoint first"),
+                       ("hf", "import spformat.hf first")):  # fmt: skip
+        r = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=False)
+        assert f"module 'spformat' has no attribute '{name}'" in r.stderr
+        assert said in r.stderr
+    assert not hasattr(sf, "covert")
