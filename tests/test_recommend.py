@@ -268,6 +268,7 @@ def test_what_is_refused() -> None:
         ({"device": "H300"}, "device: expected one of H200, H100, A100, cpu, or a Device of your own"),
         ({"objective": "speed"}, "objective: expected one of time, bytes, resident, got 'speed'"),
         ({"n": 0}, "at least 1"), ({"n": []}, "at least 1"), ({"n": ["a"]}, "expected a number of columns"),
+        ({"n": "16,2048"}, "n: expected a number of columns, got '16,2048'"),
         ({"n": True}, "n: expected a number of columns, got True"), ({"n": [16, False]}, "got False"),
         ({"workspace": True}, "workspace: expected a number of bytes >= 0, got True"),
         ({"backend": "gpu"}, "unknown backend"), ({"more": ["bsrr"]}, "unknown format"),

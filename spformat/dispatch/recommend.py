@@ -188,7 +188,7 @@ def recommend(
         counts = replace(counts, dtype=value_type(dtype).name)
     if objective not in OBJECTIVES:
         raise UsageError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r:.80}", value=objective)
-    one = not isinstance(n, Iterable) or getattr(n, "ndim", 1) == 0  # an array without dimensions is one number
+    one = not isinstance(n, Iterable) or isinstance(n, str) or getattr(n, "ndim", 1) == 0  # an array of no dimensions
     widths = tuple(dict.fromkeys(columns(k) for k in ((n,) if one else n)))  # type: ignore[union-attr]
     if not widths or min(widths) < 1:
         raise UsageError(f"n: expected numbers of columns, at least 1, got {n!r:.80}", value=n)
