@@ -57,12 +57,13 @@ def run(
     from spformat.checkpoint.source import open_source
     from spformat.checkpoint.stacks import holds_matrices, nbytes_of, records_of
     from spformat.dispatch import cost
-    from spformat.dispatch.api import explain
+    from spformat.dispatch.api import backend_name, explain
     from spformat.products import roofline
     from spformat.products.problem import WORKSPACE, Operand, Problem, result_dtype
 
     workspace = WORKSPACE if max_workspace == "" else parse_bytes(max_workspace)
     sm, board = (None, "") if gpu in ("", "cpu") else gpus.architecture(gpu)
+    named = backend_name(backend or None) if sm is None else backend or None  # here SPFORMAT_BACKEND counts, too
     if board and not as_json:  # then stderr has errors alone
         notes().print(f"{gpu} is sm_{sm}")
     # the board that was named, or the first of its architecture
@@ -84,9 +85,8 @@ def run(
         nbytes = nbytes_of(r)  # a problem alone does not say how many indices blocks and parts of a sum have
         if (problem, nbytes) not in asked:  # layers of one model ask the same again and again
             with roofline.on(known) if known else nullcontext():
-                answer = explain(problem, backend=backend or None, installed=sm is None)
+                answer = explain(problem, backend=named, installed=sm is None)
             estimated = known if answer.chosen else None
-            named = backend or None
             costs = estimated and cost.estimate(problem, width, device=estimated, backend=named, nbytes=nbytes)
             asked[problem, nbytes] = answer, costs
         out.append((r.name, *asked[problem, nbytes]))
@@ -99,7 +99,7 @@ def run(
         return
     left_out: set[str] = set()
     if not long:
-        out = [(name, _of_device(e, sm is not None or bool(backend), left_out), c) for name, e, c in out]
+        out = [(name, _of_device(e, sm is not None or bool(named), left_out), c) for name, e, c in out]
     _print(out, long)
     if any(e.problem.operands[0].format == "dense" for _, e, _ in out):
         words = ["spformat", "recommend", typed(src), "-n", ",".join(map(str, widths))]

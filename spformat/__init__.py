@@ -56,7 +56,8 @@ def __getattr__(name: str) -> Any:
         from .measure import tune as tuning
 
         return getattr(tuning, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    first = f": import spformat.{name} first" if name in ("checkpoint", "hf", "measure", "torch") else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{first}")
 
 
 def __dir__() -> list[str]:

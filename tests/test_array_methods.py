@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import scipy.sparse as sp
 
 import spformat as sf
+from spformat.checkpoint import Recipe, convert_checkpoint
 
 
 def dense(rows: int = 64, cols: int = 128, seed: int = 0) -> np.ndarray[Any, Any]:
@@ -134,6 +136,13 @@ def test_rows_of_csr_and_bsr() -> None:
             a[index]
 
 
+@pytest.mark.parametrize("rows", [("a", "b"), (0.0, 16.0), (None, None), (0, [16]), (False, 16)], ids=str)
+def test_rows_that_are_no_ints(rows: tuple[Any, Any]) -> None:
+    for a in (sf.convert(dense(), "csr"), sf.convert(dense(), "bsr:blocksize=16")):
+        with pytest.raises(sf.errors.UsageError, match=rf"{a.name}: rows: expected two ints first, last, got .* \.\. "):
+            a.row_range(*rows)
+
+
 def test_a_matrix_of_the_format_already_needs_no_params() -> None:
     """vector-nm asked for n and m of a matrix that has them, so that no stack could hold one."""
     x = dense()
@@ -151,6 +160,18 @@ def test_a_matrix_of_the_format_already_needs_no_params() -> None:
         sf.convert(sf.convert(x, "csr"), "vector-nm")
     with pytest.raises(sf.errors.UsageError, match="unknown parameter 'stride'"):
         sf.convert(a, "vector-nm", stride=4)
+
+
+def test_params_that_are_not_given_are_the_usual_ones_whatever_the_source(tmp_path: Path) -> None:
+    """Python, command line and manifest mean the same by a target; a matrix that has what is asked for stays."""
+    x = dense()
+    a = sf.convert(x, "sr-bcrs", vector_length=4, stride=4)
+    assert sf.convert(a, "sr-bcrs") is a is sf.convert(a, "sr-bcrs", vector_length=4)
+    usual = sf.convert(x, "sr-bcrs:vector_length=16")
+    assert sf.convert(a, "sr-bcrs:vector_length=16") == usual == sf.convert(a, "sr-bcrs", vector_length=16)
+    sf.save(tmp_path / "a.safetensors", {"w": a})
+    convert_checkpoint(tmp_path / "a.safetensors", tmp_path / "b", Recipe(to="sr-bcrs:vector_length=16"))
+    assert sf.open(tmp_path / "b")["w"] == usual
 
 
 def test_convert_takes_what_people_type() -> None:
@@ -208,13 +229,17 @@ def test_a_plan_prints_on_one_line_and_is_pickled_as_its_problem() -> None:
     assert len(str(p)) < 200
     again = pickle.loads(pickle.dumps(p))
     assert (again.kernel, again.problem, again.tile) == (p.kernel, p.problem, p.tile)
-    with pytest.raises(sf.errors.UsageError, match="make it again"):
-        again(np.ones((128, 16), np.float16))
+    for other in (again, copy.copy(p), copy.deepcopy(p)):
+        with pytest.raises(
+            sf.errors.UsageError, match=r"a plan that was pickled or copied has no matrix: make it again"
+        ):
+            other(np.ones((128, 16), np.float16))
 
 
 SCRIPT = """
 import numpy as np
 import spformat as sf
+from spformat.checkpoint import Recipe, convert_checkpoint
 
 w = np.eye(64, dtype=np.float32)
 a: sf.CSR = sf.convert(w, "csr")

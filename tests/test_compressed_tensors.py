@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spformat.arrays.dtypes import nonzero_mask
-from spformat.errors import ArrayError, FormatError, LimitError, PatternError, PointerError, StructureError
-from spformat.formats import Bitmask, TwoFour
+from spformat.errors import ArrayError, FormatError, LimitError, PatternError, PointerError, StructureError, UsageError
+from spformat.formats import CSR, Bitmask, TwoFour
 from spformat.interop import compressed_tensors as ct
 from spformat.preprocess import masks
 
@@ -270,3 +270,10 @@ def test_two_four_that_straddles_rows_is_not_written() -> None:
     a = TwoFour.from_dense(np.ones((2, 2), np.float16))
     with pytest.raises(StructureError, match="multiple of 4, got 2"):
         ct.encode(a)
+
+
+def test_only_the_two_formats_are_encoded() -> None:
+    x = np.eye(8, dtype=np.float32)
+    for a in (x, CSR.from_dense(x)):
+        with pytest.raises(UsageError, match=rf"expected a Bitmask or TwoFour, got {type(a).__name__}; use convert"):
+            ct.encode(a)

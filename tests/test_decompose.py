@@ -205,6 +205,8 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "of another format": (("csr:density>=0.5", "csr"), "unknown condition 'density'; csr has row_length"),
     "strictly": (("bsr:density>0.5", "csr"), "expected a condition with >= or <=, got density>0.5"),
     "equal": (("csr:row_length==5", "csr"), "expected a condition with >= or <=, got row_length==5"),
+    "turned round": (("bsr:32x32,density=>0.5", "csr"), "expected a condition with >= or <=, got density=>0.5"),
+    "a measure as a parameter": (("csr:row_length=5", "csr"), "expected a condition with >= or <=, got row_length=5"),
     "no share": (("bsr:density>=50", "csr"), "density: expected a share in 0 .. 1, got '50'"),
     "nan": (("bsr:density>=nan", "csr"), "density: expected a share in 0 .. 1, got 'nan'"),
     "no int": (("csr:row_length>=1.5", "csr"), "row_length: expected an int >= 0, got '1.5'"),

@@ -9,6 +9,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from spformat_cli import main
+from typer.main import get_command
 
 from spformat import backends, errors
 from spformat.errors import StructureError
@@ -140,6 +142,18 @@ def test_command_line_page_lists_every_verb_and_variable() -> None:
     verbs = {p.stem for p in (ROOT / "cli").glob("*.py") if "\nEPILOG = " in p.read_text()}
     assert set(re.findall(r"^spformat (\w+)", page, re.MULTILINE)) == verbs
     assert set(re.findall(r"`(SPFORMAT_\w+)`", page)) == set(re.findall(r'"(SPFORMAT_[A-Z_]+[A-Z])"', sources))
+
+
+def test_every_option_is_on_some_page_and_every_option_of_a_page_exists() -> None:
+    """Of the pages for users: a flag that `--help` alone knows is not noticed, one that only a page knows is refused."""
+    verbs = get_command(main.app).commands  # type: ignore[attr-defined]
+    known = {flag for verb in verbs.values() for p in verb.params for flag in p.opts if flag.startswith("--")}
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "formats").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    assert sorted(f for f in known if not re.search(rf"(?<![\w-]){f}(?![\w-])", text)) == []
+    typed = re.findall(r"^spformat (?:[^\n#]|\\\n)*", text, re.MULTILINE)
+    used = {flag for line in typed for flag in re.findall(r"(?<!\S)--[a-z][a-z-]+", line)}
+    assert used - known == set()
 
 
 def page_text(name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 from cases import CASES
 
 import spformat as sf
-from spformat.formats import parse_spec, spec_text
+from spformat.formats import by_name, parse_spec, spec_text
 from spformat.formats.ell_buckets import ELLBuckets
 from spformat.preprocess.structure import analyse
 from spformat.products.problem import Problem
@@ -101,3 +101,12 @@ def test_the_kernel_of_a_gpu_takes_powers_of_two() -> None:
     refused = answers((3, 4, 17))
     assert refused["cuda.spmm_ell_buckets"].endswith("widths must be powers of two, got 3, 17")
     assert ": accepted" in refused["cuda.expand_then_dense"]
+
+
+@pytest.mark.parametrize(("target", "name"), [("ell-buckets", "widths"), ("bsr", "blocksize")])
+def test_a_generator_is_no_parameter(target: str, name: str) -> None:
+    """The first check used it up, and the next one refused it without saying why."""
+    x = laws.integers(CASES["prime"]("float16"))
+    for call in (lambda given: sf.convert(x, target, **given), lambda given: by_name(target).from_dense(x, **given)):
+        with pytest.raises(sf.errors.UsageError, match=rf"{name}: .*, got a generator, .* only once; use a tuple"):
+            call({name: (n for n in (1, 4))})

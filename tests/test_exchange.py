@@ -274,3 +274,18 @@ def test_readers_of_other_libraries_name_what_they_got() -> None:
         sf.from_scipy(W)
     with pytest.raises(sf.errors.UsageError, match=r"from_torch: expected a torch tensor, got ndarray; use convert"):
         sf.from_torch(W)
+
+
+@pytest.mark.parametrize("kind", ["csr", "csc", "bsr"])
+def test_room_behind_the_last_item_is_answered_with_what_removes_it(kind: str) -> None:
+    x = sp.bsr_array(W, blocksize=(1, 1)) if kind == "bsr" else sp.csr_array(W).asformat(kind)
+    n = x.indices.size
+    x.indices = np.append(x.indices, x.indices[:2])
+    x.data = np.concatenate([x.data, x.data[:2]])
+    at = x.indptr.size - 1
+    with pytest.raises(
+        sf.errors.PointerError, match=rf"{kind}: indptr\[{at}\]: expected {n + 2}, .*, got {n}; x\.prune\(\) .* 2 items"
+    ):
+        sf.convert(x, kind, blocksize=1) if kind == "bsr" else sf.convert(x, kind)
+    x.prune()
+    assert np.array_equal(sf.from_scipy(x).to_dense(), W)

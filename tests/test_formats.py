@@ -296,3 +296,13 @@ def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> 
                 sf.register(other)  # type: ignore[type-var]
     with pytest.raises(sf.errors.UsageError, match="unknown format"):
         sf.by_name("coordinates")
+
+
+def test_coordinates_of_different_lengths() -> None:
+    """Two rows beside one column and one value were a matrix marked as valid, whose pointer led beyond its arrays."""
+    one, two = np.array([1]), np.array([0, 1])
+    for rows, cols, data in ((two, one, one), (one, two, one), (one, one, two), (two[None], two[None], two)):
+        with pytest.raises(
+            sf.errors.ArrayError, match=r"csr: from_coordinates: expected rows, columns and values \[nnz\]"
+        ):
+            CSR.from_coordinates((4, 4), rows, cols, data.astype(np.float32))

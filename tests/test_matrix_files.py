@@ -21,8 +21,9 @@ from test_cli import SHARDED, spformat
 from test_first_hour import two_four
 
 import spformat as sf
+from spformat.errors import UsageError
 from spformat.interop.matrices import read_matrix
-from spformat.interop.smtx import read_smtx
+from spformat.interop.smtx import read_smtx, write_smtx
 
 # --- files with one matrix
 
@@ -192,3 +193,13 @@ def test_a_file_with_repeated_entries_is_refused_with_the_way_to_sum_them(tmp_pa
     with pytest.raises(sf.errors.OrderError, match=r"repeats it.*a\.sum_duplicates\(\) of scipy does") as e:
         read_matrix(tmp_path / name)
     assert e.value.path == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("target", ["bsr", "csc", "bitmask", ""])
+def test_the_pattern_of_another_format_is_not_written_as_rows(target: str, tmp_path: Path) -> None:
+    """The pointer of a BSR was written as that of rows: a file of another matrix, or one that nothing reads."""
+    x = np.eye(64, 128, dtype=np.float32)
+    a = sf.convert(x, target) if target else x
+    with pytest.raises(UsageError, match=rf"smtx: expected a CSR, got {type(a).__name__}; use convert\(x, 'csr'\)"):
+        write_smtx(tmp_path / "a.smtx", a)
+    assert not (tmp_path / "a.smtx").exists()

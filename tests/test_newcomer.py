@@ -121,6 +121,9 @@ def test_times_that_cannot_be_are_not_compared() -> None:
 
     ours = result("cpu.spmm_csr", False, 100.0, 80.0)
     assert bench.verdict([ours, result("dense", True, 200.0, 150.0)]) == "cpu.spmm_csr is 2.00x the speed of dense"
+    assert (
+        bench.verdict([ours, result("dense", True, 50.0, 40.0)]) == "cpu.spmm_csr is 0.50x the speed of dense, slower"
+    )
     for cold, hot in ((824.0, 7958.0), (5603.0, 50.0)):
         text = bench.verdict([ours, result("dense", True, cold, hot)])
         assert text.startswith("too noisy to compare: dense took"), text
@@ -169,3 +172,26 @@ def test_a_name_of_another_kind_of_file_is_refused(tmp_path: Path, name: str) ->
         with pytest.raises(sf.errors.UsageError, match="would be read as another kind of file"):
             save(tmp_path / name, {"w": np.ones((2, 2), np.float32)})
     assert not (tmp_path / name).exists()
+
+
+def test_explain_of_this_host_says_what_the_environment_chooses(tmp_path: Path) -> None:
+    """It said that a kernel of the CPU runs, where every product runs on the backend of SPFORMAT_BACKEND."""
+    path = small(tmp_path)
+    for given, runs in ({"SPFORMAT_BACKEND": "reference"}, "reference.spmm"), ({}, "cpu."):
+        with pytest.MonkeyPatch.context() as m:
+            for key, value in given.items():
+                m.setenv(key, value)
+            assert f"runs on {runs}" in command("explain", path, "-n", "4").out
+            assert "runs on vendor." in command("explain", path, "-n", "4", "--gpu", "H100").out
+            assert "runs on cpu." in command("explain", path, "-n", "4", "--backend", "cpu").out
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_and_a_package_with_its_import() -> None:
+    """``import spformat`` leaves out the packages that take long to import; the error did not say so."""
+    code = "import spformat as sf\nsf.{}"
+    for name, said in (("covert", "Did you mean: 'convert'?"), ("checkpoint", "import spformat.checkpoint first"),
+                       ("hf", "import spformat.hf first")):  # fmt: skip
+        r = subprocess.run([sys.executable, "-c", code.format(name)], capture_output=True, text=True, check=False)
+        assert f"module 'spformat' has no attribute '{name}'" in r.stderr
+        assert said in r.stderr
+    assert not hasattr(sf, "covert")

@@ -397,3 +397,13 @@ def test_sizes_of_the_command_are_not_negative(tmp_path: Path) -> None:
         for wrong in ("-1", "-2GiB"):
             answer = command(verb, tmp_path / "w.safetensors", f"{option}={wrong}")
             assert (answer.code, f"expected a size like 8GiB or 500MB, got '{wrong}'" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize("out", [3, "y", [[0.0]], sf.convert(np.eye(4), "csr")], ids=lambda x: type(x).__name__)
+def test_a_plan_names_an_out_that_is_no_array(out: Any) -> None:
+    """It was an AttributeError of the check whether ``out`` overlaps A."""
+    B = np.ones((4, 2))
+    for target in ("csr", "dense", "coo"):
+        p = sf.plan(sf.convert(np.eye(4), target), B=B)
+        with pytest.raises(TypeError, match=rf"out: expected a numpy array, got {type(out).__name__}"):
+            p(B, out=out)

@@ -121,6 +121,8 @@ def test_rows_of_blocks_are_no_rows() -> None:
     blocks: Any = sf.convert(np.ones((4, 4), np.float32), "bsr", blocksize=(2, 2))
     calls = order.row_lengths, order.by_length, order.bucket_widths, order.recommended_width
     for call in (*calls, lambda a: order.permute_rows(a, np.arange(4))):
+        with pytest.raises(UsageError, match=r"expected a CSR, got ndarray; use convert\(x, 'csr'\)"):
+            call(np.eye(8))  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"expected a CSR, got BSR; use convert\(x, 'csr'\)"):
             call(blocks)
 

@@ -227,6 +227,13 @@ def test_the_reasons_in_words() -> None:
     assert any("raised to what is possible" in reason for r in tiny for reason in r.reasons)
 
 
+def test_one_column_is_no_columns() -> None:
+    text = str(sf.recommend(half(64, 64), n=[1, 2], device="H200"))
+    assert " us at 1 column, " in text
+    assert " us at 2 columns, " in text
+    assert " 1 columns" not in text
+
+
 def test_a_format_that_no_kernel_takes_expects_no_time_at_all() -> None:
     """ "csr, the next, expects no time in all" said the opposite of what was meant."""
     first, *others = sf.recommend(np.eye(64, dtype=np.float32), 16, backend="vendor.cublas_gemm")
@@ -261,6 +268,7 @@ def test_what_is_refused() -> None:
         ({"device": "H300"}, "device: expected one of H200, H100, A100, cpu, or a Device of your own"),
         ({"objective": "speed"}, "objective: expected one of time, bytes, resident, got 'speed'"),
         ({"n": 0}, "at least 1"), ({"n": []}, "at least 1"), ({"n": ["a"]}, "expected a number of columns"),
+        ({"n": "16,2048"}, "n: expected a number of columns, got '16,2048'"),
         ({"n": True}, "n: expected a number of columns, got True"), ({"n": [16, False]}, "got False"),
         ({"workspace": True}, "workspace: expected a number of bytes >= 0, got True"),
         ({"backend": "gpu"}, "unknown backend"), ({"more": ["bsrr"]}, "unknown format"),

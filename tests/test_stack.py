@@ -98,6 +98,7 @@ def test_methods_and_refusals() -> None:
         r"expected an array \[E, M, K\], got shape \(8, 16\)": lambda: sf.stack(x[0], "csr"),
         r"got one \(two-four\); use stack": lambda: sf.stack(a[0]),
         r"expected one matrix or more, got none": lambda: sf.stack([], "csr"),
+        r"expected one matrix or more, got ndarray": lambda: sf.Stack(parts=np.zeros((2, 3, 3))),
         r"expected no axis": lambda: a.sum(axis=0),
         r"expected the number of a matrix in -2 \.\. 1, or a slice, got 2": lambda: a[2],
         r"or a slice, got -3": lambda: a[-3],

@@ -138,7 +138,8 @@ def csr(x: Any = None) -> Format:
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[SpformatError], str]] = {
     "one part": (lambda: sf.Sum(parts=(csr(),)), sf.errors.UsageError, "expected two matrices or more, got 1"),
-    "no part": (lambda: sf.Sum(parts=()), sf.errors.UsageError, "expected two matrices or more"),
+    "no part": (lambda: sf.Sum(parts=()), sf.errors.UsageError, "expected two matrices or more, got none"),
+    "an array for all parts": (lambda: sf.Sum(parts=np.zeros((2, 3, 3))), sf.errors.UsageError, "matrices or more, got ndarray"),
     "a matrix": (lambda: sf.Sum(parts=csr()), sf.errors.UsageError, "expected two matrices or more, got CSR"),
     "an array": (lambda: sf.Sum(parts=(csr(), small())), sf.errors.UsageError, r"got ndarray; use convert\(x, ..\) first"),
     "shapes": (lambda: sf.Sum(parts=(csr(), csr(small().T.copy()))), sf.errors.ArrayError,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import values
 
-from spformat import TwoFour, from_torch
+from spformat import TwoFour, convert, from_torch
 from spformat.arrays.dtypes import bits
 from spformat.arrays.torch_tensors import array_to_torch, torch_to_array
 from spformat.errors import ArrayError, PatternError, StructureError, UsageError
@@ -138,3 +138,10 @@ def test_on_a_gpu(dtype: str) -> None:
     back = from_semi_structured(t)
     assert back.device == "cuda:0"
     assert back.to("cpu") == a
+
+
+def test_only_two_four_is_packed() -> None:
+    for target in ("csr", "bsr", "dense"):
+        a: Any = convert(np.eye(64, dtype=np.float16), target)
+        with pytest.raises(UsageError, match=rf"expected a TwoFour, got {type(a).__name__}; use convert"):
+            pack(a)

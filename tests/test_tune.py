@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,8 @@ import pytest
 from catalogue import command
 
 import spformat as sf
-from spformat.errors import ContainerError, InputError, NoKernelError, OutputError, UsageError
+from spformat import backends
+from spformat.errors import ContainerError, DeviceUnavailable, InputError, NoKernelError, OutputError, UsageError
 from spformat.measure import bench, tune
 from spformat.measure.tune import Tuned
 
@@ -158,6 +160,17 @@ def test_why_no_format_could_be_run() -> None:
     """The message ended with "on cpu"; the reasons were in a field."""
     with pytest.raises(NoKernelError, match=r"no format could be run on cpu: .*dense: .*bytes requested, .* allowed"):
         sf.tune(matrix(), 2**40, seconds=0.01)
+
+
+def test_without_numba_the_slow_reference_is_not_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times were remembered, and given to calls after numba was installed, as those of the CPU."""
+    why = "numba is not installed: pip install 'spformat[cpu]'"
+    monkeypatch.setattr(backends.get("cpu"), "missing", lambda: [why])
+    with pytest.raises(DeviceUnavailable, match=re.escape(f"no kernel of ours runs on the CPU here: {why}")):
+        sf.tune(matrix(), 16, seconds=0.01)
+    assert tune.remembered() == {}
+    with sf.use_backend("reference"):
+        assert sf.tune(matrix(), 16, seconds=0.01).backend == "reference"
 
 
 def test_the_command_as_typed(tmp_path: Path) -> None:

@@ -102,3 +102,18 @@ def test_every_difference_is_named() -> None:
         vstack([])
     with pytest.raises(UsageError, match=r"in 0 .. 32, got 0 .. 33"):
         row_range(sf.convert(drawn(32), "csr"), 0, 33)
+
+
+def test_what_is_no_matrix_and_no_row_is_named() -> None:
+    a, x = sf.convert(drawn(32), "csr"), drawn(32)
+    for given, got in ((None, "NoneType"), (3, "int"), (x, "ndarray"), ("ab", "str"), (a, "CSR"), ({1: a}, "dict")):
+        with pytest.raises(UsageError, match=rf"vstack: expected a list or tuple of matrices, got {got}"):
+            vstack(given)
+    for given, at, got in (([x], 0, "ndarray"), ((a, 3), 1, "int"), ([a, None], 1, "NoneType")):
+        with pytest.raises(UsageError, match=rf"vstack: matrix {at}: expected one of spformat, got {got}; use convert"):
+            vstack(given)
+    with pytest.raises(UsageError, match=r"expected a matrix of spformat, got ndarray; use convert"):
+        row_range(x, 0, 8)
+    for rows in (("a", "b"), (0.0, 8.0), (None, 8), (True, 8)):
+        with pytest.raises(UsageError, match=r"csr: rows: expected two ints first, last, got "):
+            row_range(a, *rows)

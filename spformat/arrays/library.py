@@ -67,6 +67,11 @@ def is_cupy(x: Any) -> bool:
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
+def is_array(x: Any) -> bool:
+    """True for an array of numpy or CuPy."""
+    return isinstance(x, np.ndarray) or is_cupy(x)
+
+
 BOUNDARY = 16
 """Bytes of the widest load of a GPU. Arrays of a matrix on a device start at a multiple of it."""
 

@@ -202,7 +202,8 @@ def plan(A: Any, n: int | None = None, *, B: Any = None, out: Any = None, backen
     workspace: most bytes for copies beside A, B and C: a dense copy of A or panels of it, a stored transpose, float32
     sums of a sum of matrices. 0 refuses kernels that need any. It does not limit what a kernel needs to run at all
     (tables of indices, values in its own order, tiles, partial sums); ``Plan.workspace`` counts what is kept of that.
-    unsafe=True skips validation of A: only for arrays whose contents you have checked.
+    unsafe=True skips validation of A: only for arrays whose contents you have checked. backend: as in ``spmm``, whose
+    errors this raises, too.
     """
     operation, A = ("spmm_transposed", A.matrix) if isinstance(A, Transposed) else ("spmm", as_format(A))
     of_out = {k: x for k, x in (("out_dtype", out_dtype), ("out_layout", out_layout)) if x is not None}
@@ -235,6 +236,10 @@ def explain(
 
     A: a matrix, its transpose (``A.T``), or a bare ``Problem`` (for a GPU you do not have: device "cuda", sm 90). For a
     ``Problem``, what is missing here does not count unless ``installed``, nor do ``use_backend`` and SPFORMAT_BACKEND.
+    n: columns of B where B is not given, 512 by default. backend: ask only this backend or kernel.
+
+    A product that no kernel takes is no error here. UsageError for an unknown backend and what is no matrix, ValueError
+    for a B that does not fit.
     """
     if isinstance(A, Problem):
         return ask(checked(A), backend, installed=installed)

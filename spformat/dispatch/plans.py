@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any
 
-from ..arrays.library import current_device, span
+from ..arrays.library import current_device, is_array, span
 from ..formats.base import Format
 from ..products.kernel import Kernel
 from ..products.plan import OVERWRITES, MemoryOf, Plan, Reads
@@ -64,7 +64,7 @@ def _guarded(run: Any, reads: Reads, dense: int) -> Any:
 
     def guarded(*operands: Any) -> Any:
         out = operands[dense]
-        if out is not None and out.size:
+        if is_array(out) and out.size:  # what is no array is refused by ``run``, which knows what it takes
             lo, hi = span(out)
             if any(lo < end and start < hi for start, end in reads()):
                 raise ValueError(OVERWRITES)

@@ -24,7 +24,7 @@ from ..formats.sum import Sum
 from ..preprocess.coordinates import DenseBlocks, dense_blocks_of, structure_of
 from ..preprocess.structure import Structure
 from ..products import rates, roofline
-from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, result_dtype
+from ..products.problem import ROW, WORKSPACE, Operand, Problem, columns, columns_text, result_dtype
 from ..products.roofline import Device, device_named
 from .cost import LAUNCH_US
 from .select import ask, named
@@ -73,7 +73,7 @@ class Recommendation:
         return float("inf") if known is None else float(known)
 
     def __str__(self) -> str:
-        times = ", ".join(f"{_us(us)} at {n} columns" for n, us in self.expected_us.items())
+        times = ", ".join(f"{_us(us)} at {columns_text(n)}" for n, us in self.expected_us.items())
         more = f", {_us(self.total_us)} in all" if len(self.expected_us) > 1 else ""
         most = max(self.workspace.values(), default=0)
         workspace = f" and {_mib(most)} of workspace" if most else ""
@@ -188,7 +188,7 @@ def recommend(
         counts = replace(counts, dtype=value_type(dtype).name)
     if objective not in OBJECTIVES:
         raise UsageError(f"objective: expected one of {', '.join(OBJECTIVES)}, got {objective!r:.80}", value=objective)
-    one = not isinstance(n, Iterable) or getattr(n, "ndim", 1) == 0  # an array without dimensions is one number
+    one = not isinstance(n, Iterable) or isinstance(n, str) or getattr(n, "ndim", 1) == 0  # an array of no dimensions
     widths = tuple(dict.fromkeys(columns(k) for k in ((n,) if one else n)))  # type: ignore[union-attr]
     if not widths or min(widths) < 1:
         raise UsageError(f"n: expected numbers of columns, at least 1, got {n!r:.80}", value=n)
@@ -317,7 +317,7 @@ def _possible(ranked: list[Recommendation], elements: int, on_gpu: bool) -> Iter
             least = max(expected, least, of_dense or 0.0)
             if expected < least:
                 us[n] = least
-                raised.append(f"{n} columns")
+                raised.append(columns_text(n))
         why = f"raised to what is possible, as constants extrapolate to less: at {', '.join(raised)}"
         yield replace(r, expected_us=us, reasons=(*r.reasons, why)) if raised else r
 
@@ -340,8 +340,8 @@ def _with_reasons(ranked: list[Recommendation], objective: str) -> tuple[Recomme
         most = max(r.workspace.values(), default=0)  # the text of a recommendation names the largest
         for n, nbytes in r.workspace.items():
             if nbytes and nbytes == most:
-                said.append(f"{r.kernels[n]} needs {_mib(nbytes)} of workspace at {n} columns")
-        said += [f"no kernel takes it at {n} columns" for n, us in r.expected_us.items() if us is None]
+                said.append(f"{r.kernels[n]} needs {_mib(nbytes)} of workspace at {columns_text(n)}")
+        said += [f"no kernel takes it at {columns_text(n)}" for n, us in r.expected_us.items() if us is None]
         out.append(replace(r, reasons=tuple(said)))
     return tuple(out)
 
@@ -349,7 +349,7 @@ def _with_reasons(ranked: list[Recommendation], objective: str) -> tuple[Recomme
 def _speed(r: Recommendation, dense: Recommendation) -> str:
     """How fast it is, of the speed of dense."""
     pairs = [(n, us, dense.expected_us[n]) for n, us in r.expected_us.items()]
-    ratios = [f"{other / us:.2f} at {n} columns" for n, us, other in pairs if us is not None and other is not None]
+    ratios = [f"{of / us:.2f} at {columns_text(n)}" for n, us, of in pairs if us is not None and of is not None]
     return "times the speed of dense: " + ", ".join(ratios) if ratios else ""
 
 

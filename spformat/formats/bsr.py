@@ -24,6 +24,7 @@ from ..limits import check_bytes, product
 from .base import INDEX, VALUE, Format, RowChunks, array, param
 from .blocks import BlockHooks, block_grid, blocks_to_csr, blocks_to_dense, check_blocks, check_inside, counted_blocks
 from .csr import CSR
+from .declare import parse_rows
 from .hooks import Counts
 
 ROW_CHUNK = 1 << 22
@@ -77,6 +78,7 @@ class BSR(BlockHooks, Format):
         """Rows first .. last-1; UsageError if they cut a block, and unless 0 <= first <= last <= M. Validates a matrix
         that is not marked as validated."""
         self.ensure_valid()  # the result is marked
+        first, last = parse_rows(self.name, first, last)
         if not 0 <= first <= last <= self.shape[0]:
             message = f"bsr: rows: expected 0 <= first <= last <= {self.shape[0]}, got {first} .. {last}"
             raise UsageError(f"{message}; a[{first}:{last}] counts as slices do")

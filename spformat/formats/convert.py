@@ -71,18 +71,19 @@ def convert(x: Any, target: str | type[Format], *, dtype: Any = None, **params: 
     dtype: round the values to this type first; without it, other types than the value types are refused. A finite value
         beyond the type, or one that int8 does not hold exactly, is refused, and so are arrays of anything but booleans,
         integers and floats.
-    params: the parameters of the format; they override those in the text.
+    params: the parameters of the format; they override those in the text. Those that are not given are the usual ones,
+        also for an ``x`` of this format; n and m of vector n:m are those that ``x`` has.
 
     The result has every value of ``x`` with its bits; only -0.0 may become +0.0. Returns ``x`` itself if it has that
-    format already. Raises StructureError, which says why, if the format cannot represent ``x``; UsageError for an
-    unknown format or a parameter out of range.
+    format already, and the parameters that are given. Raises StructureError, which says why, if the format cannot
+    represent ``x``; UsageError for an unknown format or a parameter out of range.
     """
     plain = dtype is None and target != "auto" and (isinstance(x, np.ndarray) or is_cupy(x))
     if plain:  # an array as it is: without a Dense around it, whose checks ``from_dense`` repeats
         x = checked_values(x, Dense.name)
     a: Format | None = None if plain else as_format(x) if dtype is None else _rounded(x, dtype)
     text = target if type(target) is str and target != "auto" and not params else ""
-    own = a is not None and text.partition(":")[0] == a.name  # it keeps params that are not given
+    own = a is not None and text.partition(":")[0] == a.name  # it may be the result as it is
     usual = usual_target(text) if text and not own else None
     if usual is not None and a is None:
         usual[0].accepts(x.dtype)

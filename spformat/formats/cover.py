@@ -22,7 +22,7 @@ from .base import Format
 from .csr import CSR
 from .hooks import COLUMN_DEGREE, LINES, ROW_LENGTH, Condition
 
-_CONDITION = re.compile(r"([^<>=]*)(>=|<=|==|!=|<|>)(.*)")
+_CONDITION = re.compile(r"([^<>=]*)(>=|<=|=>|=<|==|!=|<|>)(.*)")
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,8 @@ def parse_items(fmt: type[Format], rest: str, text: str) -> CoverRule:
         if not equals or not value:
             raise UsageError(f"{where}: expected name=value after ':', got {item!r:.80}")
         key = key.strip().replace("-", "_")
+        if key not in only and any(m.name == key for m in (*fmt.measures, *LINES)):
+            raise UsageError(f"{where}: expected a condition with >= or <=, got {item.strip()}")
         if key in params:
             raise UsageError(f"{where}: {key} is given twice, as {params[key]} and {value.strip()}")
         params[key] = value.strip()

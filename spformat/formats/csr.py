@@ -20,6 +20,7 @@ from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, 
 from ..errors import ArrayError, OrderError, UsageError
 from . import edges
 from .base import INDEX, VALUE, Format, RowChunks, array
+from .declare import parse_rows
 from .hooks import Counts
 from .items import Items
 from .row_length import row_length
@@ -69,6 +70,7 @@ class CSR(Items, Format):
         """Rows first .. last-1; UsageError unless 0 <= first <= last <= M. Validates a matrix that is not marked as
         validated."""
         self.ensure_valid()  # the result is marked
+        first, last = parse_rows(self.name, first, last)
         if not 0 <= first <= last <= self.shape[0]:
             message = f"csr: rows: expected 0 <= first <= last <= {self.shape[0]}, got {first} .. {last}"
             raise UsageError(f"{message}; a[{first}:{last}] counts as slices do")
@@ -98,6 +100,9 @@ class CSR(Items, Format):
         if rows.dtype.kind not in "iu" or cols.dtype.kind not in "iu":
             got = f"{rows.dtype} and {cols.dtype}"
             raise ArrayError(f"csr: from_coordinates: expected integers for rows and columns, got {got}")
+        if not rows.shape == cols.shape == data.shape == (data.size,):
+            got = f"{rows.shape}, {cols.shape} and {data.shape}"
+            raise ArrayError(f"csr: from_coordinates: expected rows, columns and values [nnz], got shapes {got}")
         rows, cols = (x.astype(np.int64, copy=False) for x in (rows, cols))  # int64: M*K overflows int32
         if M * K < 2**63:
             key = rows * K + cols

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -85,6 +86,9 @@ class ParamDeclaration:
 
     def parse(self, value: Any) -> Any:
         """The value in its stored type; text ("64x64", "32") is read; UsageError outside the range."""
+        if isinstance(value, Iterator):  # it can be read once, and a parameter is read by checks, too
+            got = f"a {type(value).__name__}, which can be read only once; use a tuple"
+            raise UsageError(f"{self.name}: expected {self.range_text()}, got {got}", value=value)
         try:
             if self.kind == "choice":
                 if value in self.choices:
@@ -198,6 +202,14 @@ def parse_shape(name: str, shape: Any, rank: int = 2) -> tuple[int, int]:
         wanted = "two ints (M, K)" if rank == 2 else f"{rank} ints"
         raise UsageError(f"{name}: shape: expected {wanted} in 0 .. 2^48-1, got {shape!r:.80}", value=shape)
     return sizes  # type: ignore[return-value]
+
+
+def parse_rows(name: str, first: Any, last: Any) -> tuple[int, int]:
+    """The numbers of the first row and of the one after the last, as ints; UsageError for anything else."""
+    try:
+        return plain_int(first), plain_int(last)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name}: rows: expected two ints first, last, got {first!r:.40} .. {last!r:.40}") from None
 
 
 def parse_table(name: str, key: str, values: Any) -> tuple[int, ...]:

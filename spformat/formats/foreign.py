@@ -69,15 +69,28 @@ def from_scipy(x: Any, *, dtype: Any = None) -> Format:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     c = x if x.format in ("csr", "csc", "coo", "bsr") else x.tocsr()
     data = rounded(c.data, np.dtype(x.dtype) if dtype is None else dtype)  # a.astype(..) of scipy sums duplicates
-    if c.format == "bsr":
-        return from_blocks(x.shape, c.indptr, c.indices, data)
     if c.format == "coo":  # its tocsr() sums
         return _from_coordinates(x.shape, c.row, c.col, data)
+    _refuse_unused(c)
+    if c.format == "bsr":
+        return from_blocks(x.shape, c.indptr, c.indices, data)
     a = _compressed(CSC if c.format == "csc" else CSR, c.shape, c.indptr, c.indices, data)
     try:
         return a.validate()
     except ValueError:
         return a.canonical()
+
+
+def _refuse_unused(c: Any) -> None:
+    """PointerError for a CSR, CSC or BSR of scipy with more indices and values than its pointer counts."""
+    if not c.indptr.size or c.indptr.dtype.kind not in "iu":
+        return  # refused later
+    size, end = int(c.indices.size), int(c.indptr[-1])  # synchronize!
+    if 0 <= end < size and c.data.shape[0] >= end:
+        at, expected = int(c.indptr.size) - 1, f"{size}, the number of items it points into"
+        fix = f"x.prune() of scipy removes the {size - end} items behind it"
+        raise PointerError(f"{c.format}: indptr[{at}]: expected {expected}, got {end}; {fix}",
+                           array="indptr", index=at, value=end, expected=expected)  # fmt: skip
 
 
 def _compressed(fmt: type[CSR] | type[CSC], shape: Any, indptr: Array, indices: Array, data: Array) -> CSR | CSC:

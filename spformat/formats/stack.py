@@ -42,7 +42,7 @@ class Stack(Composed):
         if self.shape == (-1, -1, -1) and given and isinstance(given[0], Format):
             object.__setattr__(self, "shape", (len(given), *given[0].shape))
         if not given:
-            got = type(self.parts).__name__ if self.parts else "none"
+            got = "none" if isinstance(self.parts, (tuple, list)) else type(self.parts).__name__
             raise UsageError(f"stack: parts: expected one matrix or more, got {got}")
         Composed.__post_init__(self)  # super() is lost when slots=True remakes the class
 

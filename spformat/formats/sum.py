@@ -47,9 +47,8 @@ class Sum(Composed):
         if self.shape == (-1, -1) and given and isinstance(given[0], Format):
             object.__setattr__(self, "shape", given[0].shape)
         if len(given) < 2:
-            raise UsageError(
-                f"sum: parts: expected two matrices or more, got {len(given) or type(self.parts).__name__}"
-            )
+            got = len(given) or "none" if isinstance(self.parts, (tuple, list)) else type(self.parts).__name__
+            raise UsageError(f"sum: parts: expected two matrices or more, got {got}")
         Composed.__post_init__(self)  # super() is lost when slots=True remakes the class
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ..arrays.library import Array, ceil_div, current_device, index_dtype, namespace
 from ..errors import UsageError
 from .base import Format, RowChunks
-from .declare import arrays_counted_by
+from .declare import arrays_counted_by, parse_rows
 
 F = TypeVar("F", bound=Format)
 
@@ -47,8 +47,14 @@ def vstack(matrices: Sequence[F]) -> F:
 
 def check_vstack(matrices: Sequence[Format]) -> None:
     """UsageError, with every reason, for matrices that ``vstack`` does not put together. Contents do not matter."""
+    if not isinstance(matrices, Sequence) or isinstance(matrices, str):
+        raise UsageError(f"vstack: expected a list or tuple of matrices, got {type(matrices).__name__}")
     if not matrices:
         raise UsageError("vstack: expected one matrix or more, got none")
+    other = next((i for i, a in enumerate(matrices) if not isinstance(a, Format)), None)
+    if other is not None:
+        kind = type(matrices[other]).__name__
+        raise UsageError(f"vstack: matrix {other}: expected one of spformat, got {kind}; use convert(x, 'csr')")
     first = matrices[0]
     layout = _layout(first)
     problems = []
@@ -72,6 +78,7 @@ def row_range(matrix: F, first: int, last: int) -> F:
     UsageError for rows at which the format cannot cut.
     """
     layout, (M, K) = _layout(matrix), matrix.shape
+    first, last = parse_rows(matrix.name, first, last)
     if not 0 <= first <= last <= M or first % layout.rows or (last % layout.rows and last != M):
         raise UsageError(
             f"{matrix.name}: rows: expected multiples of {layout.rows}, or the end, in 0 .. {M}, got {first} .. {last}"
@@ -96,6 +103,9 @@ def row_range(matrix: F, first: int, last: int) -> F:
 
 
 def _layout(matrix: Format) -> RowChunks:
+    if not isinstance(matrix, Format):
+        kind = type(matrix).__name__
+        raise UsageError(f"expected a matrix of spformat, got {kind}; use convert(x, 'csr')")
     layout = type(matrix).row_layout(matrix.params())
     if layout is None:
         params = "".join(f", {k}={v}" for k, v in matrix.params().items())

@@ -28,7 +28,7 @@ import numpy as np
 from ..arrays.dtypes import VALUE_TYPES, bits, value_type
 from ..arrays.library import Array, ceil_div
 from ..arrays.segments import offsets_from_counts
-from ..errors import ArrayError, FormatError, PatternError, PointerError, StructureError
+from ..errors import ArrayError, FormatError, PatternError, PointerError, StructureError, UsageError
 from ..formats.bitmask import Bitmask
 from ..formats.declare import MAX_DIMENSION
 from ..formats.two_four import TwoFour
@@ -130,8 +130,10 @@ def encode(a: Bitmask | TwoFour) -> dict[str, Array]:
     """The arrays of the group that stores ``a``: sparse-bitmask for a Bitmask, sparse-24-bitmask for a TwoFour.
 
     This is a legacy layout, only for software that is pinned to compressed-tensors before 0.15.
-    StructureError for a TwoFour whose K is not a multiple of 4.
+    UsageError for another format, StructureError for a TwoFour whose K is not a multiple of 4.
     """
+    if not isinstance(a, (Bitmask, TwoFour)):
+        raise UsageError(f"expected a Bitmask or TwoFour, got {type(a).__name__}; use convert(x, 'bitmask')")
     a = a.ensure_valid().to("cpu")
     M, K = a.shape
     if isinstance(a, Bitmask):

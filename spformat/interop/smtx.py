@@ -58,7 +58,12 @@ def read_smtx(
 
 
 def write_smtx(path: files.Path, a: CSR, *, overwrite: bool = False) -> None:
-    """The pattern of ``a`` (stored zeros count as items); its values are not written. OutputError, WriteError."""
+    """The pattern of ``a`` (stored zeros count as items); its values are not written.
+
+    path: ``overwrite`` replaces a file that is there. UsageError for another format, OutputError, WriteError.
+    """
+    if not isinstance(a, CSR):
+        raise UsageError(f"smtx: expected a CSR, got {type(a).__name__}; use convert(x, 'csr')")
     a = a.ensure_valid().to("cpu")
     M, K = a.shape
     lines = (f"{M}, {K}, {a.nnz}", " ".join(map(str, a.indptr.tolist())), " ".join(map(str, a.indices.tolist())))

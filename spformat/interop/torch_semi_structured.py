@@ -89,8 +89,11 @@ def unpack(packed: Array, meta: Array, shape: tuple[int, int]) -> TwoFour:
 def pack(a: TwoFour) -> tuple[Array, Array]:
     """(packed [M, K/2], meta int16[M, K/16]) as torch writes them for the dense matrix; new arrays.
 
-    StructureError for values of other than 16 bits, and when M is not a multiple of 32 or K not one of 64.
+    UsageError for another format, StructureError for values of other than 16 bits, and when M is not a multiple of 32
+    or K not one of 64.
     """
+    if not isinstance(a, TwoFour):
+        raise UsageError(f"expected a TwoFour, got {type(a).__name__}; use convert(x, 'two-four')")
     if a.dtype.itemsize != 2:
         message = f"torch's semi-structured tensors have values of 16 bits, got {a.dtype.name}"
         raise StructureError(message, unit="dtype", found=a.dtype.name)

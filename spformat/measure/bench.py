@@ -336,5 +336,5 @@ def verdict(results: Sequence[Result]) -> str:
         times = f"{noisy.cold_us:.1f} us with cold caches and {noisy.hot_us:.1f} with hot ones"
         return f"too noisy to compare: {noisy.name} took {times}; repeat on a quiet machine{wrong}"
     ratio = peer.cold_us / best.cold_us
-    words = f"{ratio:.2f}x the speed of" if ratio >= 1 else f"slower than ({ratio:.2f}x)"
-    return f"{best.name} is {words} {peer.name}{wrong}"
+    slower = ", slower" if ratio < 1 else ""
+    return f"{best.name} is {ratio:.2f}x the speed of {peer.name}{slower}{wrong}"

@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import backends
 from ..arrays import threads
 from ..arrays.library import Array, import_cupy, namespace, parse_device
 from ..backends.host import numpy_dtype
@@ -37,6 +38,7 @@ from ..dispatch.recommend import COLUMNS, Recommendation, recommend
 from ..errors import (
     ContainerError,
     DeviceError,
+    DeviceUnavailable,
     InputError,
     LimitError,
     NoKernelError,
@@ -52,7 +54,7 @@ from ..formats.foreign import as_format
 from ..preprocess.coordinates import structure_of
 from ..preprocess.structure import Structure
 from ..products import rates
-from ..products.problem import ROW
+from ..products.problem import ROW, columns_text
 from ..products.roofline import Device, device_for
 from ..storage.files import Path as AnyPath
 from ..storage.files import read_small
@@ -135,7 +137,7 @@ class Tuned:
         how = f"measured {self.date}" + (", remembered" if self.remembered else f" in {self.seconds:.1f} s")
         lines = [f"{'x'.join(map(str, self.shape))} {self.dtype} on {self.where}: {self.format}; {how}"]
         for t in self.trials:
-            times = ", ".join(f"{us:.1f} us at {n} columns" for n, us in t.us.items())
+            times = ", ".join(f"{us:.1f} us at {columns_text(n)}" for n, us in t.us.items())
             expected = ", ".join("no time" if us is None else f"{us:.1f}" for us in t.expected_us.values())
             lines.append(f"  {t.format}: {times or 'not measured, ' + t.note} (expected {expected})")
         return "\n".join(lines)
@@ -194,7 +196,8 @@ def tune(
     calls with the same one. ``recommend`` still ranks by all kernels.
 
     Results of products are not checked here; ``spformat bench`` does. Raises UsageError for a budget that is not above
-    0 or infinite, what ``recommend`` raises, DeviceUnavailable, and NoKernelError where no format can be run.
+    0 or infinite, what ``recommend`` raises, DeviceUnavailable (without a GPU that was asked for, and on the host
+    without the ``cpu`` extra unless a backend is named), and NoKernelError where no format can be run.
     """
     numeric = isinstance(seconds, numbers.Real) and isinstance(most, numbers.Integral)
     if not numeric or isinstance(seconds, bool) or isinstance(most, bool) or not 0 < seconds < math.inf or most < 1:
@@ -203,6 +206,8 @@ def tune(
     begin = time.perf_counter()
     counts = structure_of(A)
     where = parse_device(device)
+    if where is None and not backend_name() and (why := backends.get("cpu").missing()):
+        raise DeviceUnavailable(f"no kernel of ours runs on the CPU here: {'; '.join(why)}")  # the reference is slow
     like = _array_on(where)
     target = "cpu" if where is None else _board(like)
     ranked = recommend(A, n, device=target, b_layout=b_layout)

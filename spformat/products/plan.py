@@ -50,7 +50,7 @@ class Plan:
         return f"Plan({self.kernel}{tile}: {what}, workspace={self.workspace})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A plan is pickled without the arrays of its matrix: as its problem, which can be read and explained."""
+        """A plan is pickled and copied without its matrix: as its problem, which can be read and explained."""
         return _unpickled, (self.kernel, self.problem, self.tile, self.workspace)
 
     def __call__(self, B: Any, out: Any = None, *, alpha: float = 1.0, beta: float = 0.0, bias: Any = None) -> Any:
@@ -94,4 +94,6 @@ def _unpickled(kernel: str, problem: Problem, tile: str, workspace: int) -> Plan
 
 
 def _without_matrix(*operands: Any) -> Any:
-    raise UsageError("a plan that was pickled has no matrix: make it again where the matrix is, with plan(A, ..)")
+    raise UsageError(
+        "a plan that was pickled or copied has no matrix: make it again where the matrix is, with plan(A, ..)"
+    )

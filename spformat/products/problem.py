@@ -55,6 +55,11 @@ def columns(n: Any) -> int:
     return count
 
 
+def columns_text(n: int) -> str:
+    """A number of columns in words."""
+    return f"{n} column" if n == 1 else f"{n} columns"
+
+
 def most_workspace(value: Any) -> Any:
     """``value``, a number of bytes for copies; UsageError for anything else."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -317,7 +317,9 @@ def no_tensor(name: str, there: Mapping[str, Any], path: str) -> UsageError:
     alike = (n for n in there if len(n) <= _LONGEST_GUESS and abs(len(n) - len(str(name))) <= 3)
     guesses = itertools.islice(alike, _GUESSES)
     near = difflib.get_close_matches(str(name)[:_LONGEST_GUESS], list(guesses), 1)
-    hint = f"; did you mean '{printable(near[0])}'?" if near else f"; it has {len(there)} tensors"
+    shown = ", ".join([*(printable(n) for n in itertools.islice(there, 3)), *([".."] if len(there) > 3 else [])])
+    count = "1 tensor" if len(there) == 1 else f"{len(there)} tensors"
+    hint = f"; did you mean '{printable(near[0])}'?" if near else f"; it has {count}" + (f" ({shown})" if there else "")
     return UsageError(f"no tensor '{printable(name)}' in the file{hint}", path=path)
 
 
