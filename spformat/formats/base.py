@@ -219,9 +219,10 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
 
     def with_arrays(self, **arrays: Array) -> Self:
         """The same object with some arrays replaced, not marked as validated. UsageError for other names."""
-        has = [d.name for d in self.declared_arrays()]
-        if not arrays.keys() <= set(has):
-            expected, got = ", ".join(has) or "no arrays", ", ".join(name for name in arrays if name not in has)
+        fields = {f.name for f in dataclasses.fields(self)}
+        if not arrays.keys() <= fields:
+            expected = ", ".join(d.name for d in self.declared_arrays()) or "no arrays"
+            got = ", ".join(name for name in arrays if name not in fields)
             raise UsageError(f"{self.name}: with_arrays: expected some of {expected}, got {got}")
         return type(self)(**(self.fields() | arrays))
 
