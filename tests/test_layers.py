@@ -296,6 +296,7 @@ def test_formats_know_only_the_hub() -> None:
                 "hooks",
                 "kernel_order",
                 "refill",
+                "row_length",
                 "csr",
             } | FORMAT_IMPORTS.get(name, set())
             if i.module.split(".")[2] not in allowed:

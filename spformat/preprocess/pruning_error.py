@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.dtypes import bits, nonzero_mask, value_type
-from ..arrays.library import Array, is_cupy, namespace
+from ..arrays.library import Array, current_device, is_cupy, namespace
 from ..errors import UsageError
 from ..formats.base import checked_values
 from ..formats.dense import Dense
@@ -62,10 +62,10 @@ def error(w: Array | Dense, kept: Array | Dense, x: Array | None = None) -> Prun
     shape = None if x is None else getattr(x, "shape", type(x).__name__)
     if x is not None and (not hasattr(x, "dtype") or len(x.shape) != 2 or x.shape[0] != K):
         raise UsageError(f"error: x: expected an array of inputs of shape ({K}, N), got {shape}")
-    inputs: Any = None if x is None else _wide(x)
     zeroed, total, lost, whole = 0, 0.0, 0.0, 0.0
     rows = max(1, CHUNK // max(1, K, 0 if x is None else x.shape[1]))
-    with np.errstate(all="ignore"):  # squares of float64 values near its limit
+    with current_device(before), np.errstate(all="ignore"):  # squares of float64 values near its limit
+        inputs: Any = None if x is None else _wide(x)
         for start in range(0, M, rows):
             part = before[start : start + rows]
             gone = nonzero_mask(part) & ~nonzero_mask(after[start : start + rows])
