@@ -39,6 +39,10 @@ def test_what_it_takes() -> None:
     assert re.fullmatch(expected, refusal), refusal
     (refusal,) = KERNEL.unsupported(layer(9000, 9000, 1).changed(nnz=2**31))
     assert refusal == "numbers items with 31 bits: nnz must be below 2**31, got 2147483648"
+    assert KERNEL.unsupported(layer(2**31 - 33, 64, 1, nnz=2**20)) == []
+    for M in (2**31 - 32, 2**31, 2**32 - 1):  # the kernel rounds M up to whole groups, in an int
+        (refusal,) = KERNEL.unsupported(layer(M, 64, 1, nnz=2**20))
+        assert refusal == f"counts rows with 31 bits: M must be below 2147483616, got {M}"
     assert "needs sm_80" in "".join(KERNEL.unsupported(layer(8, 8, 1, sm=75)))
 
 

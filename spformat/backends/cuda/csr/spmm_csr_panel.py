@@ -105,6 +105,7 @@ class SpmmCSRPanel(CudaKernel):
         sums = shared_bytes(columns, GROUPS[-1], AT_ONCE, p.changed(K=0))
         fits = (room(shared_limit(p.sm), 1) - sums) // WORD
         return row_gather_reasons(p) + reasons(
+            (2**31 - WARP <= p.M < 2**32, f"counts rows with 31 bits: M must be below {2**31 - WARP}, got {p.M}"),
             (p.nnz >= 2**31, f"numbers items with 31 bits: nnz must be below 2**31, got {p.nnz}"),
             (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
