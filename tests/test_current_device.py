@@ -23,6 +23,7 @@ class _Elsewhere(strict_cupy.Array):
     """An array on the second GPU: a kernel on it while the first is current is an error, as without peer access."""
 
     current = 0
+    __cuda_array_interface__: Any = None  # CuPy's arrays have one
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         _used(ufunc.__name__)
@@ -134,3 +135,28 @@ def test_rows_are_ordered_while_another_gpu_is_current(pair: Any) -> None:
     longest_first = order.by_length(a)
     assert longest_first.get().tolist() == [0, 2, 3, 1]
     assert order.permute_rows(a, longest_first).to_dense().get().tolist() == X[[0, 2, 3, 1]].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_values_are_rounded_while_another_gpu_is_current(pair: Any, dtype: str) -> None:
+    with _Device(1):
+        w = pair.asarray(X)
+    assert sf.convert(w, "csr", dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo", "bsr"])
+def test_a_sparse_matrix_of_cupyx_is_read_while_another_gpu_is_current(pair: Any, layout: str) -> None:
+    """A stand-in for one, with unordered items and wide indices."""
+    arrays: dict[str, Any] = {"data": np.array([2, 1, 4, 3], np.float32)}
+    if layout == "coo":
+        arrays |= {"row": np.array([0, 0, 2, 2]), "col": np.array([2, 0, 1, 0])}
+    else:
+        arrays |= {"indptr": np.array([0, 2, 2, 4, 4]), "indices": np.array([2, 0, 1, 0])}
+    if layout == "bsr":
+        arrays["data"] = arrays["data"].reshape(4, 1, 1)
+    with _Device(1):
+        there = {k: pair.asarray(x) for k, x in arrays.items()}
+    given = SimpleNamespace(format=layout, shape=(4, 4), dtype=np.dtype(np.float32), tocsr=None, **there)
+    wanted = [[1, 0, 2, 0], [0] * 4, [3, 4, 0, 0], [0] * 4]
+    got = sf.from_scipy(given).to_dense().get()
+    assert (got.T if layout == "csc" else got).tolist() == wanted
