@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,9 @@ import pytest
 import strict_cupy
 
 import spformat as sf
-from spformat.formats import edges
+from spformat.formats import CSR, edges
 from spformat.preprocess import masks, order
+from spformat.storage import stwriter
 
 VIEWS = frozenset("shape dtype ndim size strides flags itemsize nbytes T view reshape get".split())
 """What CuPy does with an array without a kernel."""
@@ -104,6 +107,10 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "times two": lambda a: (a * 2).to_dense().get().tolist(),
     "negative": lambda a: (-a).to_dense().get().tolist(),
     "astype": lambda a: a.astype("float16").to_dense().get().tolist(),
+    "stack": lambda a: sf.stack([a, a]).to_dense().get().tolist(),
+    "in_order": lambda a: a.to_csr().in_order().to_dense().get().tolist(),
+    "without_zeros": lambda a: a.to_csr().without_zeros().to_dense().get().tolist(),
+    "rows": lambda a: a.to_csr().rows().get().tolist(),
 }
 
 
@@ -128,6 +135,28 @@ def test_a_transposed_array_is_converted_while_another_gpu_is_current(pair: Any)
     with _Device(1):
         w = pair.asarray(X).T
     assert sf.convert(w, "csr").to_dense().get().tolist() == X.T.tolist()
+
+
+def test_a_transposed_array_is_saved_while_another_gpu_is_current(
+    pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drain(whole: Any, write: Callable[[memoryview, int], None]) -> int:
+        raw = whole.get().tobytes()
+        write(memoryview(raw), 0)
+        return zlib.crc32(raw)
+
+    monkeypatch.setattr(stwriter, "DeviceCopy", lambda number: SimpleNamespace(drain=drain, close=lambda: None))
+    with _Device(1):
+        w = pair.asarray(X).T
+    sf.save_dense(tmp_path / "w.safetensors", {"w": w})
+    assert sf.open(tmp_path / "w.safetensors")["w"].to_dense().tolist() == X.T.tolist()
+
+
+def test_coordinates_make_a_csr_while_another_gpu_is_current(pair: Any) -> None:
+    with _Device(1):
+        rows, cols, data = (pair.asarray(x) for x in (np.array([2, 0]), np.array([1, 3]), X[2, :2]))
+    a = CSR.from_coordinates((3, 4), rows, cols, data)
+    assert a.to_dense().get().tolist() == [[0, 0, 0, 4], [0] * 4, [0, 3, 0, 0]]
 
 
 def test_rows_are_ordered_while_another_gpu_is_current(pair: Any) -> None:

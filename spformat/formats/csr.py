@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, index_dtype, is_cupy, namespace
+from ..arrays.library import Array, current_device, index_dtype, is_cupy, namespace, on_own_device
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, stable_order
 from ..errors import ArrayError, OrderError, UsageError
 from . import edges
@@ -61,6 +61,7 @@ class CSR(Items, Format):
     def row_length(self) -> int:
         return round(row_length(self, self.shape[1]))
 
+    @on_own_device
     def rows(self) -> Array:
         """int64[nnz]: the row of each item."""
         return rows_of(self.indptr, self.nnz)
@@ -94,10 +95,15 @@ class CSR(Items, Format):
 
         The caller must ensure 0 <= row < M, 0 <= column < K, and that no (row, column) occurs twice.
         """
-        xp, (M, K) = namespace(data), shape
         if rows.dtype.kind not in "iu" or cols.dtype.kind not in "iu":
             got = f"{rows.dtype} and {cols.dtype}"
             raise ArrayError(f"csr: from_coordinates: expected integers for rows and columns, got {got}")
+        with current_device(data):
+            return cls._of_coordinates(shape, rows, cols, data)
+
+    @classmethod
+    def _of_coordinates(cls, shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
+        xp, (M, K) = namespace(data), shape
         rows, cols = (x.astype(np.int64, copy=False) for x in (rows, cols))  # int64: M*K overflows int32
         if M * K < 2**63:
             key = rows * K + cols
@@ -154,12 +160,14 @@ class CSR(Items, Format):
             flat[self.rows() * K + self.indices] = bits(self.data)
         return out
 
+    @on_own_device
     def without_zeros(self) -> CSR:
         """The same matrix without its stored zeros; itself when there are none. Validates it first."""
         self.ensure_valid()  # the result is marked
         keep = nonzero_mask(self.data)
         return self if bool(keep.all()) else self.only(keep)  # synchronize!
 
+    @on_own_device
     def only(self, keep: Array) -> CSR:
         """The items for which ``keep`` bool[nnz] is True, each with its bits. It validates first; UsageError for
         another ``keep``."""
@@ -181,6 +189,7 @@ class CSR(Items, Format):
         """Columns sorted in every row and stored zeros dropped. OrderError for a column stored twice in a row."""
         return self.in_order().without_zeros()
 
+    @on_own_device
     def in_order(self) -> CSR:
         """Columns sorted in every row, stored zeros kept. OrderError for a column stored twice in a row."""
         self.check_memory()
@@ -193,6 +202,7 @@ class CSR(Items, Format):
             data=bits(self.data)[order].view(self.dtype),
         )
 
+    @on_own_device
     def transposed(self) -> CSR:
         """The transpose [K, M] as an ordered CSR, every stored item with its bits; O(nnz). Validates the matrix first.
 

@@ -6,36 +6,20 @@ format. A caller that permutes the rows of A permutes C back with ``inverse``, o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 
 from ..arrays.dtypes import bits
-from ..arrays.library import Array, ceil_div, current_device, index_dtype, namespace
+from ..arrays.library import Array, ceil_div, index_dtype, namespace, on_own_device
 from ..arrays.segments import counts_of, pointer, rank_in_row, rows_of
 from ..errors import UsageError
 from ..formats.csr import CSR
 from ..formats.ell_buckets import MAX_WIDTH, ELLBuckets
 from ..limits import check_bytes
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def _where_it_is(function: F) -> F:
-    """``function`` with the device of its first argument as the current one."""
-
-    @functools.wraps(function)
-    def there(a: Any, *others: Any, **options: Any) -> Any:
-        with current_device(a.resident() if isinstance(a, CSR) else a):
-            return function(a, *others, **options)
-
-    return there  # type: ignore[return-value]
-
-
-@_where_it_is
+@on_own_device
 def row_lengths(a: CSR) -> Array:
     """int64[M]: stored items of each row, stored zeros included."""
     p = _csr(a).ensure_valid().indptr.astype(np.int64)
@@ -49,7 +33,7 @@ def _csr(a: CSR) -> CSR:
     return a
 
 
-@_where_it_is
+@on_own_device
 def by_length(a: CSR) -> Array:
     """INDEX[M]: the row order with the longest rows first; rows of equal length keep their order.
 
@@ -59,7 +43,7 @@ def by_length(a: CSR) -> Array:
     return order.astype(index_dtype(a.shape[0] - 1))
 
 
-@_where_it_is
+@on_own_device
 def inverse(row_order: Array) -> Array:
     """The order that reverses ``row_order``. UsageError unless it has each of 0 .. M-1 once."""
     xp = namespace(row_order)
@@ -69,7 +53,7 @@ def inverse(row_order: Array) -> Array:
     return out
 
 
-@_where_it_is
+@on_own_device
 def permute_rows(a: CSR, row_order: Array) -> CSR:
     """The matrix whose row i is row ``row_order[i]`` of ``a``, every item with its bits; O(M + nnz). Validates ``a``.
 
@@ -119,7 +103,7 @@ class BucketWidth:
         return self.slots + self.ell_rows + self.split_rows
 
 
-@_where_it_is
+@on_own_device
 def bucket_widths(a: CSR, column_parts: int = 1) -> tuple[BucketWidth, ...]:
     """One entry for every useful max_width: 1, 2, 4, .. up to the first that holds the longest row of a part.
 
