@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -370,8 +369,3 @@ def test_matrices_of_more_than_two_to_the_31_elements(fmt: str, cp: Any) -> None
     assert tried
     del a
     cp.get_default_memory_pool().free_all_blocks()
-
-
-def test_the_page_of_backends_names_all_kernels_that_multiply_zeros() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "backends.md").read_text()
-    assert [k.name for k in KERNELS if k.multiplies_zeros and k.name not in page] == []
