@@ -189,3 +189,20 @@ def test_a_sparse_matrix_of_cupyx_is_read_while_another_gpu_is_current(pair: Any
     wanted = [[1, 0, 2, 0], [0] * 4, [3, 4, 0, 0], [0] * 4]
     got = sf.from_scipy(given).to_dense().get()
     assert (got.T if layout == "csc" else got).tolist() == wanted
+
+
+def test_arrays_in_several_places_are_named(pair: Any) -> None:
+    """They were a TypeError of CuPy, or named by their shapes, which were the same."""
+    with _Device(1):
+        w = pair.asarray(X)
+    a = sf.convert(X, "csr").to("cuda:1")
+    with pytest.raises(sf.errors.UsageError, match="error: expected all arrays on one device, got cuda:1, cpu; move"):
+        masks.error(w, X)
+    with pytest.raises(sf.errors.UsageError, match="error: expected all arrays on one device, got cpu, cpu, cuda:1"):
+        masks.error(X, X, w)
+    with pytest.raises(
+        sf.errors.UsageError, match="keep: expected an array on cuda:1, where the matrix is, got one on"
+    ):
+        a.only(np.ones(a.nnz, bool))
+    with pytest.raises(sf.errors.UsageError, match="rows: expected an array on cuda:1, where data is, got one on cpu"):
+        CSR.from_coordinates((4, 4), np.array([1]), np.array([1]), a.data[:1])

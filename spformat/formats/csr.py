@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, current_device, index_dtype, is_cupy, namespace, on_own_device
+from ..arrays.library import Array, current_device, device_of, index_dtype, is_cupy, namespace, on_own_device
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, stable_order
 from ..errors import ArrayError, OrderError, UsageError
 from . import edges
@@ -95,6 +95,7 @@ class CSR(Items, Format):
 
         The caller must ensure 0 <= row < M, 0 <= column < K, and that no (row, column) occurs twice.
         """
+        _require_on(device_of(data), "data", data=data, rows=rows, cols=cols)
         if rows.dtype.kind not in "iu" or cols.dtype.kind not in "iu":
             got = f"{rows.dtype} and {cols.dtype}"
             raise ArrayError(f"csr: from_coordinates: expected integers for rows and columns, got {got}")
@@ -172,6 +173,7 @@ class CSR(Items, Format):
         """The items for which ``keep`` bool[nnz] is True, each with its bits. It validates first; UsageError for
         another ``keep``."""
         self.ensure_valid()  # the result is marked
+        _require_on(self.device, "the matrix", keep=keep)
         if keep.dtype != np.bool_ or keep.shape != self.data.shape:  # numpy would take integers for places
             expected = f"bool of shape {self.data.shape}, one for each stored item"
             raise UsageError(f"csr: keep: expected {expected}, got {keep.dtype} of shape {keep.shape}")
@@ -247,6 +249,15 @@ def order_of_items(name: str, shape: tuple[int, int], rows: Array, cols: Array, 
             array="indices", index=(row, col), value=col, count=repeats[1],
         )  # fmt: skip
     return order
+
+
+def _require_on(device: str, owner: str, **arrays: Any) -> None:
+    """UsageError for an array on another device than that of ``owner``, and for anything but arrays."""
+    for name, x in arrays.items():
+        known = isinstance(x, np.ndarray) or is_cupy(x)
+        if not known or device_of(x) != device:
+            got = f"one on {device_of(x)}" if known else type(x).__name__
+            raise UsageError(f"csr: {name}: expected an array on {device}, where {owner} is, got {got}")
 
 
 def _join(xp: Any, parts: list[Array]) -> Array:

@@ -39,7 +39,8 @@ def by_length(a: CSR) -> Array:
 
     Then neighbouring warps have equal work, and the longest rows start first (Sputnik's row swizzle, SC 2020).
     """
-    order = namespace(a.indptr).argsort(-row_lengths(a), kind="stable")
+    lengths = row_lengths(a)
+    order = namespace(lengths).argsort(-lengths, kind="stable")
     return order.astype(index_dtype(a.shape[0] - 1))
 
 
