@@ -235,6 +235,35 @@ def test_without_a_defect_all_is_equal(layout: str) -> None:
     assert printed(PLANTED.format(layout=layout, old="", new="")).split() == ["equal"] * 3
 
 
+NAMED = """
+from emulator import stand_in
+
+stand_in.install(90)
+import numpy as np
+
+import spformat as sf
+from spformat.backends.cuda.csr.csr_records import records
+from spformat.backends.cuda.runtime import launch
+from test_csr_panel import CSR, matrix, problem
+
+a = CSR.from_dense(matrix(np.random.default_rng(0), "csr", {}, "bfloat16", (100, 300))).validate().to("cuda")
+records(a, problem(a, 8, "bfloat16", ("col", "col"), 90))
+assert a.in_kernel_order
+times = []
+launch.finish_arrays = lambda: times.append(1)
+for name in ("spmm_csr", "spmm_csr_vector", "spmm_csr_panel"):
+    sf.plan(a, n=8, backend=f"cuda.{name}")
+    print(name, len(times))
+    times.clear()
+"""
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+def test_a_plan_by_name_waits_for_arrays_that_records_give_back() -> None:
+    """Its calls may come on another stream than the one on which it was made."""
+    assert printed(NAMED).split("\n")[:3] == ["spmm_csr 1", "spmm_csr_vector 1", "spmm_csr_panel 1"]
+
+
 def test_names_of_tiles_are_distinct() -> None:
     names = [str(t) for t in KERNEL.options(layer(4096, 1024, 80))]
     assert len(names) == len(set(names)) == 11
