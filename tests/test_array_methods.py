@@ -113,6 +113,10 @@ def test_items_are_chosen_by_booleans() -> None:
     for wrong in (keep.astype(np.uint8), np.arange(8), keep[:7], keep[None]):
         with pytest.raises(sf.errors.UsageError, match=r"csr: keep: expected bool of shape \(8,\), one for each"):
             a.only(wrong)
+    with pytest.raises(
+        sf.errors.UsageError, match="csr: keep: expected an array on cpu, where the matrix is, got list"
+    ):
+        a.only([True] * 8)
 
 
 def test_rows_of_csr_and_bsr() -> None:

@@ -39,6 +39,10 @@ def test_what_it_takes() -> None:
     assert re.fullmatch(expected, refusal), refusal
     (refusal,) = KERNEL.unsupported(layer(9000, 9000, 1).changed(nnz=2**31))
     assert refusal == "numbers items with 31 bits: nnz must be below 2**31, got 2147483648"
+    assert KERNEL.unsupported(layer(2**31 - 33, 64, 1, nnz=2**20)) == []
+    for M in (2**31 - 32, 2**31, 2**32 - 1):  # the kernel rounds M up to whole groups, in an int
+        (refusal,) = KERNEL.unsupported(layer(M, 64, 1, nnz=2**20))
+        assert refusal == f"counts rows with 31 bits: M must be below 2147483616, got {M}"
     assert "needs sm_80" in "".join(KERNEL.unsupported(layer(8, 8, 1, sm=75)))
 
 
@@ -229,6 +233,35 @@ def test_a_planted_defect_is_found(layout: str, old: str, new: str) -> None:
 @pytest.mark.parametrize("layout", ["row", "col"])
 def test_without_a_defect_all_is_equal(layout: str) -> None:
     assert printed(PLANTED.format(layout=layout, old="", new="")).split() == ["equal"] * 3
+
+
+NAMED = """
+from emulator import stand_in
+
+stand_in.install(90)
+import numpy as np
+
+import spformat as sf
+from spformat.backends.cuda.csr.csr_records import records
+from spformat.backends.cuda.runtime import launch
+from test_csr_panel import CSR, matrix, problem
+
+a = CSR.from_dense(matrix(np.random.default_rng(0), "csr", {}, "bfloat16", (100, 300))).validate().to("cuda")
+records(a, problem(a, 8, "bfloat16", ("col", "col"), 90))
+assert a.in_kernel_order
+times = []
+launch.finish_arrays = lambda: times.append(1)
+for name in ("spmm_csr", "spmm_csr_vector", "spmm_csr_panel"):
+    sf.plan(a, n=8, backend=f"cuda.{name}")
+    print(name, len(times))
+    times.clear()
+"""
+
+
+@pytest.mark.skipif(bool(emulator.missing()), reason=f"no emulator: {emulator.missing()}")
+def test_a_plan_by_name_waits_for_arrays_that_records_give_back() -> None:
+    """Its calls may come on another stream than the one on which it was made."""
+    assert printed(NAMED).split("\n")[:3] == ["spmm_csr 1", "spmm_csr_vector 1", "spmm_csr_panel 1"]
 
 
 def test_names_of_tiles_are_distinct() -> None:

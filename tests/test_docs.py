@@ -13,6 +13,7 @@ from spformat_cli import main
 from typer.main import get_command
 
 from spformat import backends, errors
+from spformat.backends.cuda import KERNELS
 from spformat.errors import StructureError
 from spformat.formats import COMPOSED, FORMATS, registered, unregister
 from spformat.formats.base import Format
@@ -126,6 +127,11 @@ def test_two_four_page_lists_the_right_offsets() -> None:
         for row in rows:
             r, q, *offsets = (int(v) for v in row)
             assert stored[offsets[i]] == 8 * r + q
+
+
+def test_backends_page_names_all_kernels_that_multiply_zeros() -> None:
+    page = (DOCS / "backends.md").read_text()
+    assert [k.name for k in KERNELS if k.multiplies_zeros and f"`{k.name}`" not in page] == []
 
 
 def test_command_line_page_lists_the_exit_codes() -> None:

@@ -235,6 +235,8 @@ def test_coordinates_of_narrow_integers_do_not_overflow(kind: Any) -> None:
         sf.errors.ArrayError, match="csr: from_coordinates: expected integers for rows and columns, got float64"
     ):
         CSR.from_coordinates((size, size), rows.astype(float), cols, np.ones(3, np.float32))
+    with pytest.raises(sf.errors.UsageError, match="csr: cols: expected an array on cpu, where data is, got list"):
+        CSR.from_coordinates((size, size), rows, [1, 3, 0], np.ones(3, np.float32))
 
 
 def test_a_tenth_format_takes_one_class_and_one_registration(tmp_path: Path) -> None:

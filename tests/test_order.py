@@ -125,6 +125,9 @@ def test_rows_of_blocks_are_no_rows() -> None:
             call(np.eye(8))  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"expected a CSR, got BSR; use convert\(x, 'csr'\)"):
             call(blocks)
+    for other in (sf.convert(np.eye(4), "coo"), np.eye(4)):
+        with pytest.raises(UsageError, match=f"expected a CSR, got {type(other).__name__}; use convert"):
+            order.by_length(other)
 
 
 @pytest.mark.gpu

@@ -124,6 +124,8 @@ def test_explain_sorts_by_the_expected_times_and_names_their_source() -> None:
     assert str(sf.explain(P)).splitlines()[-1] == "  rates of H200, measured 2026-11-22 at d78288b"
     assert sf.explain(P.changed(sm=80)).rates.endswith("scaled to A100")
     assert "taken for sm_100 as they are" in sf.explain(P.changed(sm=100)).rates
+    recommended = str(sf.recommend(np.eye(64, dtype=np.float16), 8, device="sm_89"))
+    assert "taken for sm_89 as they are" in recommended.splitlines()[0]
     with roofline.on(roofline.H100):
         assert sf.explain(P).rates.endswith("scaled to H100")
 

@@ -105,7 +105,7 @@ def test_int8_with_a_fraction_is_float64_as_in_numpy(target: str) -> None:
         (a / 2, X / 2),
         (a / 1000, X / 1000),
         (a * 1, X),
-        (a * np.int64(-1), -X),
+        (a * np.int8(-1), -X),
     ):
         assert got.dtype == want.dtype
         assert type(got) is type(a)

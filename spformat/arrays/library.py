@@ -6,9 +6,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,8 @@ PAD = -1
 
 Array = Any
 """numpy.ndarray or cupy.ndarray."""
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 INT32_MAX = 2**31 - 1
 
@@ -136,6 +138,18 @@ def current_device(x: Array) -> AbstractContextManager[Any]:
     Errors that CuPy raises inside the block are turned into errors of this package.
     """
     return _OnDevice(x.device) if is_cupy(x) else _ON_HOST
+
+
+def on_own_device(function: F) -> F:
+    """A decorator: ``function`` runs with ``current_device`` of its first argument, an array or a matrix."""
+
+    @functools.wraps(function)
+    def there(x: Any, *others: Any, **options: Any) -> Any:
+        resident = getattr(x, "resident", None)  # of a matrix: one of its arrays
+        with current_device(x if resident is None else resident()):
+            return function(x, *others, **options)
+
+    return there  # type: ignore[return-value]
 
 
 def is_recorded(x: Array) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import StructureError, UsageError
 from .dtypes import is_real, value_type
-from .library import Array, namespace
+from .library import Array, current_device, namespace
 from .scans import chunks
 
 
@@ -50,8 +50,9 @@ def rounded(x: Array, dtype: Any) -> Array:
         fix = "use booleans, integers or floats, as by x.astype('float64') if each of them is a number"
         raise StructureError(f"dtype: {what}; {fix}", unit="dtype", found=str(x.dtype))
     if np.can_cast(x.dtype, row.numpy):  # it holds every value of the other type
-        return x.astype(row.numpy)
-    with np.errstate(all="ignore"):
+        with current_device(x):
+            return x.astype(row.numpy)
+    with current_device(x), np.errstate(all="ignore"):
         out, flat = namespace(x).ascontiguousarray(rounded_once(x, row.numpy)), x.reshape(-1)
         count, first = 0, None
         for s in chunks(flat.size, flat):

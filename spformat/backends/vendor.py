@@ -23,7 +23,7 @@ from .cuda.dense.gemm_times import Gemm
 from .cuda.runtime.cublas import CUDA_TYPE, gemm, gemm_reasons, library_reasons
 from .cuda.runtime.epilogue import with_epilogue
 from .cuda.runtime.kernel import CudaKernel, Prepared
-from .cuda.runtime.launch import Call, Library, Operands, finish_arrays
+from .cuda.runtime.launch import Call, Library, Operands, finish_arrays, restored
 from .cuda.runtime.scratch import Scratch
 
 _SEARCH_WORKSPACE = 256 << 20
@@ -114,7 +114,7 @@ class CusparseCSR(CudaKernel):
         """Descriptors are created in every call, because they contain the pointers of B and C."""
         from cupy.cuda import cusparse, device
 
-        stored = a.restored()
+        stored = restored(a)
         arrays = (stored.indptr, stored.indices, stored.values)
         nnz, value, out = int(a.values.size), CUDA_TYPE[p.a_dtype], CUDA_TYPE[p.out_dtype]
         one, zero = _scalars(p.a_dtype == "float64")

@@ -143,7 +143,8 @@ class ArrayMethods:
         """The matrix whose values are ``function`` of these; it must map zero to zero."""
         me: Any = self
         if me.name == "dense":
-            return type(me).from_dense(function(me.data))  # type: ignore[no-any-return]
+            with current_device(me.data):
+                return type(me).from_dense(function(me.data))  # type: ignore[no-any-return]
         a = me.to_csr()
         with current_device(a.data):
             mapped = a.with_arrays(data=function(a.data))

@@ -176,7 +176,8 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
 
     def count_nonzeros(self) -> int:
         """The number of values that are not zero: a scan."""
-        return int(nonzero_mask(self.values).sum())  # synchronize!
+        with current_device(self.values):
+            return int(nonzero_mask(self.values).sum())  # synchronize!
 
     @property
     def stored_zeros(self) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace
+from ..arrays.library import Array, ceil_div, index_dtype, is_cupy, namespace, on_own_device
 from ..arrays.segments import counts_of, distinct_sorted, pointer, rows_of
 from ..errors import UsageError
 from ..limits import check_bytes, product
@@ -70,6 +70,7 @@ class BSR(BlockHooks, Format):
     def examples(cls) -> tuple[dict[str, Any], ...]:
         return {"blocksize": (16, 16)}, {"blocksize": (2, 3)}, {"blocksize": (1, 1)}
 
+    @on_own_device
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""
         return rows_of(self.indptr, self.nnzb)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, index_dtype
+from ..arrays.library import Array, index_dtype, on_own_device
 from ..arrays.segments import counts_of, pointer
 from ..errors import OrderError
 from .base import INDEX, VALUE, Format, array
@@ -79,6 +79,7 @@ class COO(Items, Format):
             bits(out).reshape(-1)[self.row.astype(np.int64) * self.shape[1] + self.col] = bits(self.data)
         return out
 
+    @on_own_device
     def without_zeros(self) -> COO:
         """The same matrix without its stored zeros; itself when there are none. Validates it first."""
         self.ensure_valid()  # the result is marked
@@ -93,6 +94,7 @@ class COO(Items, Format):
         """Items sorted and stored zeros dropped. OrderError for an element that is stored twice."""
         return self.in_order().without_zeros()
 
+    @on_own_device
     def in_order(self) -> COO:
         """Items sorted by row and then column, stored zeros kept. OrderError for an element that is stored twice."""
         self.check_memory()

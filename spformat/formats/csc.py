@@ -17,7 +17,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits
-from ..arrays.library import Array, index_dtype
+from ..arrays.library import Array, index_dtype, on_own_device
 from ..arrays.segments import rows_of
 from .base import INDEX, VALUE, Format, array
 from .csr import CSR, order_of_items
@@ -55,6 +55,7 @@ class CSC(Items, Format):
         self.ensure_valid()
         return self.transposed_csr().sum(1 - axis % 2 if axis in (0, 1, -1, -2) else axis)
 
+    @on_own_device
     def columns(self) -> Array:
         """int64[nnz]: the column of each item."""
         return rows_of(self.indptr, self.nnz)
@@ -97,6 +98,7 @@ class CSC(Items, Format):
         """Rows sorted in every column and stored zeros dropped. OrderError for a row stored twice in a column."""
         return CSC.of_transposed(self.in_order().transposed_csr().without_zeros())
 
+    @on_own_device
     def in_order(self) -> CSC:
         """Rows sorted in every column, stored zeros kept. OrderError for a row stored twice in a column."""
         self.check_memory()

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, index_dtype, is_cupy, namespace
+from ..arrays.library import Array, current_device, device_of, index_dtype, is_cupy, namespace, on_own_device
 from ..arrays.segments import counts_of, offsets_from_counts, pointer, rows_of, stable_order
 from ..errors import ArrayError, OrderError, UsageError
 from . import edges
@@ -62,6 +62,7 @@ class CSR(Items, Format):
     def row_length(self) -> int:
         return round(row_length(self, self.shape[1]))
 
+    @on_own_device
     def rows(self) -> Array:
         """int64[nnz]: the row of each item."""
         return rows_of(self.indptr, self.nnz)
@@ -96,13 +97,19 @@ class CSR(Items, Format):
 
         The caller must ensure 0 <= row < M, 0 <= column < K, and that no (row, column) occurs twice.
         """
-        xp, (M, K) = namespace(data), shape
+        _require_on(device_of(data), "data", data=data, rows=rows, cols=cols)
         if rows.dtype.kind not in "iu" or cols.dtype.kind not in "iu":
             got = f"{rows.dtype} and {cols.dtype}"
             raise ArrayError(f"csr: from_coordinates: expected integers for rows and columns, got {got}")
         if not rows.shape == cols.shape == data.shape == (data.size,):
             got = f"{rows.shape}, {cols.shape} and {data.shape}"
             raise ArrayError(f"csr: from_coordinates: expected rows, columns and values [nnz], got shapes {got}")
+        with current_device(data):
+            return cls._of_coordinates(shape, rows, cols, data)
+
+    @classmethod
+    def _of_coordinates(cls, shape: tuple[int, int], rows: Array, cols: Array, data: Array) -> CSR:
+        xp, (M, K) = namespace(data), shape
         rows, cols = (x.astype(np.int64, copy=False) for x in (rows, cols))  # int64: M*K overflows int32
         if M * K < 2**63:
             key = rows * K + cols
@@ -159,16 +166,19 @@ class CSR(Items, Format):
             flat[self.rows() * K + self.indices] = bits(self.data)
         return out
 
+    @on_own_device
     def without_zeros(self) -> CSR:
         """The same matrix without its stored zeros; itself when there are none. Validates it first."""
         self.ensure_valid()  # the result is marked
         keep = nonzero_mask(self.data)
         return self if bool(keep.all()) else self.only(keep)  # synchronize!
 
+    @on_own_device
     def only(self, keep: Array) -> CSR:
         """The items for which ``keep`` bool[nnz] is True, each with its bits. It validates first; UsageError for
         another ``keep``."""
         self.ensure_valid()  # the result is marked
+        _require_on(self.device, "the matrix", keep=keep)
         if keep.dtype != np.bool_ or keep.shape != self.data.shape:  # numpy would take integers for places
             expected = f"bool of shape {self.data.shape}, one for each stored item"
             raise UsageError(f"csr: keep: expected {expected}, got {keep.dtype} of shape {keep.shape}")
@@ -186,6 +196,7 @@ class CSR(Items, Format):
         """Columns sorted in every row and stored zeros dropped. OrderError for a column stored twice in a row."""
         return self.in_order().without_zeros()
 
+    @on_own_device
     def in_order(self) -> CSR:
         """Columns sorted in every row, stored zeros kept. OrderError for a column stored twice in a row."""
         self.check_memory()
@@ -198,6 +209,7 @@ class CSR(Items, Format):
             data=bits(self.data)[order].view(self.dtype),
         )
 
+    @on_own_device
     def transposed(self) -> CSR:
         """The transpose [K, M] as an ordered CSR, every stored item with its bits; O(nnz). Validates the matrix first.
 
@@ -242,6 +254,15 @@ def order_of_items(name: str, shape: tuple[int, int], rows: Array, cols: Array, 
             array="indices", index=(row, col), value=col, count=repeats[1],
         )  # fmt: skip
     return order
+
+
+def _require_on(device: str, owner: str, **arrays: Any) -> None:
+    """UsageError for an array on another device than that of ``owner``, and for anything but arrays."""
+    for name, x in arrays.items():
+        known = isinstance(x, np.ndarray) or is_cupy(x)
+        if not known or device_of(x) != device:
+            got = f"one on {device_of(x)}" if known else type(x).__name__
+            raise UsageError(f"csr: {name}: expected an array on {device}, where {owner} is, got {got}")
 
 
 def _join(xp: Any, parts: list[Array]) -> Array:

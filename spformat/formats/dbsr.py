@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.library import Array, ceil_div, index_dtype, namespace
+from ..arrays.library import Array, ceil_div, index_dtype, namespace, on_own_device
 from ..arrays.segments import rows_of
 from ..errors import PointerError
 from .base import INDEX, VALUE, Format, array, param
@@ -64,6 +64,7 @@ class DBSR(BlockHooks, Format):
         some_empty = (b for b, (_, rows) in counts.blocks.items() if rows < ceil_div(counts.shape[0], b))
         return tuple({"blocksize": (b, b)} for b in some_empty if b != 32)
 
+    @on_own_device
     def block_rows(self) -> Array:
         """int64[nnzb]: block row of each block."""
         return self.row_ids[rows_of(self.indptr, self.nnzb)].astype(np.int64)

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays.library import Array
+from ..arrays.library import Array, current_device
 from .base import VALUE, Format, RowChunks, array, checked_values
 from .csr import CSR
 from .hooks import Counts, percent
@@ -58,4 +58,5 @@ class Dense(Format):
         return CSR.from_dense(self.data)
 
     def to_dense(self) -> Array:
-        return self.data.copy()
+        with current_device(self.data):
+            return self.data.copy()

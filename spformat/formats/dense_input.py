@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..arrays.dtypes import VALUE_TYPES, is_native_value, is_real, value_type
-from ..arrays.library import Array, is_cupy, namespace, unmasked
+from ..arrays.library import Array, current_device, is_cupy, namespace, unmasked
 from ..errors import ArrayError, SpformatError, StructureError, UsageError
 from ..limits import check_bytes
 
@@ -36,4 +36,5 @@ def checked_values(x: Array, where: str) -> Array:
         if is_real(x.dtype):
             message += ", as by np.asarray(x, 'float32') or convert(x, .., dtype='float32')"
         raise StructureError(message, unit="dtype", found=str(x.dtype)) from e
-    return xp.ascontiguousarray(x)
+    with current_device(x):
+        return xp.ascontiguousarray(x)

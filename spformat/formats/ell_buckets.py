@@ -18,7 +18,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask, value_type
-from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace
+from ..arrays.library import PAD, Array, ceil_div, current_device, index_dtype, namespace
 from ..arrays.segments import counts_of, distinct_sorted, offsets_from_counts, pointer, rank_in_row, rows_of
 from ..errors import IndexBoundsError, InvariantError, UsageError
 from .base import AUTO, INDEX, VALUE, Format, array, param, table
@@ -174,7 +174,8 @@ class ELLBuckets(Format):
     @property
     def stored_zeros(self) -> int:
         """Items whose value is zero: a scan."""
-        return int(((self.source != PAD) & ~nonzero_mask(self.data)).sum())  # synchronize!
+        with current_device(self.data):
+            return int(((self.source != PAD) & ~nonzero_mask(self.data)).sum())  # synchronize!
 
     # ---------------------------------------------------------------- places of slots and ELL rows
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import VALUE_TYPES
-from ..arrays.library import Array, array_of, index_dtype, is_cupy, namespace, unmasked
+from ..arrays.library import Array, array_of, current_device, index_dtype, is_cupy, namespace, unmasked
 from ..arrays.rounding import rounded
 from ..arrays.torch_tensors import array_to_torch, import_torch, is_torch, torch_to_array
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PointerError, UsageError
@@ -69,16 +69,17 @@ def from_scipy(x: Any, *, dtype: Any = None) -> Format:
         raise UsageError(f"scipy: expected a matrix [M, K], got shape {tuple(x.shape)}")
     c = x if x.format in ("csr", "csc", "coo", "bsr") else x.tocsr()
     data = rounded(c.data, np.dtype(x.dtype) if dtype is None else dtype)  # a.astype(..) of scipy sums duplicates
-    if c.format == "coo":  # its tocsr() sums
-        return _from_coordinates(x.shape, c.row, c.col, data)
-    _refuse_unused(c)
-    if c.format == "bsr":
-        return from_blocks(x.shape, c.indptr, c.indices, data)
-    a = _compressed(CSC if c.format == "csc" else CSR, c.shape, c.indptr, c.indices, data)
-    try:
-        return a.validate()
-    except ValueError:
-        return a.canonical()
+    with current_device(data):
+        if c.format == "coo":  # its tocsr() sums
+            return _from_coordinates(x.shape, c.row, c.col, data)
+        _refuse_unused(c)
+        if c.format == "bsr":
+            return from_blocks(x.shape, c.indptr, c.indices, data)
+        a = _compressed(CSC if c.format == "csc" else CSR, c.shape, c.indptr, c.indices, data)
+        try:
+            return a.validate()
+        except ValueError:
+            return a.canonical()
 
 
 def _refuse_unused(c: Any) -> None:
@@ -205,20 +206,22 @@ def from_torch(t: Any, *, dtype: Any = None) -> Format:
         if t.dense_dim() or t.dim() != 2:
             raise UsageError(f"torch: expected a matrix without dense dimensions, got shape {tuple(t.shape)} with "
                              f"{t.dense_dim()} dense dimensions; use t.to_dense()")  # fmt: skip
-        rows, cols = torch_to_array(t._indices())
-        return _from_coordinates(tuple(t.shape), rows, cols, _torch_values(t._values(), dtype)).without_zeros()
+        (rows, cols), data = torch_to_array(t._indices()), _torch_values(t._values(), dtype)
+        with current_device(data):
+            return _from_coordinates(tuple(t.shape), rows, cols, data).without_zeros()
     if t.layout not in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr):
         raise UsageError(f"torch layout {t.layout} is not read; use t.to_sparse_csr() or t.to_dense()")
     if t.dim() != 2 or t.dense_dim():
         raise UsageError(f"torch: expected one matrix, got {t.layout} of shape {tuple(t.shape)}; use t[i] of a batch")
     data, shape = _torch_values(t.values(), dtype), tuple(t.shape)
-    if t.layout == torch.sparse_csc:
-        indptr, indices = torch_to_array(t.ccol_indices()), torch_to_array(t.row_indices())
-        return _compressed(CSC, shape, indptr, indices, data).canonical()
-    indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
-    if t.layout == torch.sparse_bsr:
-        return from_blocks(shape, indptr, indices, data)
-    return _compressed(CSR, shape, indptr, indices, data).canonical()
+    with current_device(data):
+        if t.layout == torch.sparse_csc:
+            indptr, indices = torch_to_array(t.ccol_indices()), torch_to_array(t.row_indices())
+            return _compressed(CSC, shape, indptr, indices, data).canonical()
+        indptr, indices = torch_to_array(t.crow_indices()), torch_to_array(t.col_indices())
+        if t.layout == torch.sparse_bsr:
+            return from_blocks(shape, indptr, indices, data)
+        return _compressed(CSR, shape, indptr, indices, data).canonical()
 
 
 def _torch_values(t: Any, dtype: Any) -> Array:

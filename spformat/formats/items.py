@@ -26,7 +26,8 @@ class Items(Hooks):
     @property
     def stored_zeros(self) -> int:
         """Items whose value is zero: a scan."""
-        return self.nnz - int(nonzero_mask(self.data).sum())  # synchronize!
+        with current_device(self.data):
+            return self.nnz - int(nonzero_mask(self.data).sum())  # synchronize!
 
     def _mapped(self, function: Callable[[Array], Array]) -> Self:
         """The matrix whose values are ``function`` of these. The indices stay, so nothing is converted or sorted."""

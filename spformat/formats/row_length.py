@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..arrays.library import Array, is_recorded
+from ..arrays.library import Array, current_device, is_recorded
 
 KEY = "row length"
 
@@ -24,7 +24,8 @@ def row_length(matrix: Any, most: int) -> float:
 
 
 def _computed(indptr: Array) -> float:
-    lengths = (indptr[1:] - indptr[:-1]).astype("float64")  # contents may not have been checked: nothing overflows
-    total = float(lengths.sum())  # synchronize!
-    length = float((lengths * lengths).sum()) / total if total > 0 else 0.0  # synchronize!
+    with current_device(indptr):
+        lengths = (indptr[1:] - indptr[:-1]).astype("float64")  # contents may not have been checked: nothing overflows
+        total = float(lengths.sum())  # synchronize!
+        length = float((lengths * lengths).sum()) / total if total > 0 else 0.0  # synchronize!
     return length if length == length else 0.0

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
-from ..arrays.library import Array, namespace
+from ..arrays.library import Array, namespace, on_own_device
 from ..errors import UsageError
 from ..limits import always_allowed, check_bytes, product
 from .base import Format
@@ -95,6 +95,7 @@ class Stack(Composed):
 
     # ---------------------------------------------------------------- converting
 
+    @on_own_device
     def to_dense(self) -> Array:
         """A new array [E, M, K] of the value dtype on the same device. LimitError if it exceeds the memory budget."""
         self.ensure_valid()

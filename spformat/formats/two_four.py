@@ -19,7 +19,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import Array, ceil_div, is_cupy, namespace, round_up
+from ..arrays.library import Array, ceil_div, is_cupy, namespace, on_own_device, round_up
 from ..arrays.magnitudes import magnitude_keys
 from ..arrays.segments import largest_in_windows
 from ..errors import IndexBoundsError, PatternError, StructureError
@@ -132,6 +132,7 @@ class TwoFour(Format):
     def examples(cls) -> tuple[dict[str, Any], ...]:
         return tuple({"meta_order": order} for order in META_ORDERS)
 
+    @on_own_device
     def with_meta_order(self, order: str) -> TwoFour:
         """The same matrix with its metadata words in another order; values are shared, not copied."""
         params = self.resolve_params({"meta_order": order})

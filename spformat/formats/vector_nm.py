@@ -19,7 +19,7 @@ import numpy as np
 
 from ..arrays import scans
 from ..arrays.dtypes import bits, nonzero_mask
-from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, round_up
+from ..arrays.library import PAD, Array, ceil_div, is_cupy, namespace, on_own_device, round_up
 from ..arrays.magnitudes import largest_finite_key, magnitude_keys, magnitudes, square_scale
 from ..arrays.segments import counts_of, distinct_sorted, largest_in_windows, offsets_from_counts, stable_order
 from ..errors import IndexBoundsError, InvariantError, PatternError, StructureError
@@ -162,12 +162,14 @@ class VectorNM(Format):
         size = int(self.col_info.size)
         return int((self.col_info != PAD).sum()) / size if size else 1.0  # synchronize!
 
+    @on_own_device
     def columns(self) -> Array:
         """int64[W, Q]: the column of every kept vector; >= K where a filler points past the last column."""
         xp = namespace(self.data)
         base = xp.arange(self.indices.shape[0], dtype=np.int64) // self.n * self.m
         return base[:, None] + self.indices
 
+    @on_own_device
     def repacked(self, tile_rows: int, tile_cols: int) -> VectorNM:
         """The same matrix packed for another tile (0, 0: plain)."""
         params = self.params() | {"tile_rows": tile_rows, "tile_cols": tile_cols}

@@ -35,7 +35,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 from ..arrays.dtypes import bits, largest_finite, value_type
-from ..arrays.library import Array, ceil_div, namespace
+from ..arrays.library import Array, ceil_div, current_device, namespace
 from ..arrays.magnitudes import magnitude_keys
 from ..errors import StructureError, UsageError
 from ..formats import edges, parse_spec
@@ -180,7 +180,8 @@ def apply(w: Array | Dense, mask: Array) -> Array | Dense:
         got = f"{mask.dtype} of shape {mask.shape} in {namespace(mask).__name__}"
         raise UsageError(f"apply: mask: expected {expected}, got {got}")
     raw = bits(x)
-    out = xp.where(mask, raw, raw.dtype.type(0)).view(x.dtype)
+    with current_device(x):
+        out = xp.where(mask, raw, raw.dtype.type(0)).view(x.dtype)
     return Dense.trusted(shape=x.shape, data=out) if isinstance(w, Dense) else out
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..arrays.dtypes import bits
-from ..arrays.library import Array, ceil_div, index_dtype, namespace
+from ..arrays.library import Array, ceil_div, index_dtype, namespace, on_own_device
 from ..arrays.segments import counts_of, pointer, rank_in_row, rows_of
 from ..errors import UsageError
 from ..formats.csr import CSR
@@ -19,6 +19,7 @@ from ..formats.ell_buckets import MAX_WIDTH, ELLBuckets
 from ..limits import check_bytes
 
 
+@on_own_device
 def row_lengths(a: CSR) -> Array:
     """int64[M]: stored items of each row, stored zeros included."""
     p = _csr(a).ensure_valid().indptr.astype(np.int64)
@@ -32,15 +33,18 @@ def _csr(a: CSR) -> CSR:
     return a
 
 
+@on_own_device
 def by_length(a: CSR) -> Array:
     """INDEX[M]: the row order with the longest rows first; rows of equal length keep their order.
 
     Then neighbouring warps have equal work, and the longest rows start first (Sputnik's row swizzle, SC 2020).
     """
-    order = namespace(_csr(a).indptr).argsort(-row_lengths(a), kind="stable")
+    lengths = row_lengths(a)
+    order = namespace(lengths).argsort(-lengths, kind="stable")
     return order.astype(index_dtype(a.shape[0] - 1))
 
 
+@on_own_device
 def inverse(row_order: Array) -> Array:
     """The order that reverses ``row_order``. UsageError unless it has each of 0 .. M-1 once."""
     xp = namespace(row_order)
@@ -50,6 +54,7 @@ def inverse(row_order: Array) -> Array:
     return out
 
 
+@on_own_device
 def permute_rows(a: CSR, row_order: Array) -> CSR:
     """The matrix whose row i is row ``row_order[i]`` of ``a``, every item with its bits; O(M + nnz). Validates ``a``.
 
@@ -99,6 +104,7 @@ class BucketWidth:
         return self.slots + self.ell_rows + self.split_rows
 
 
+@on_own_device
 def bucket_widths(a: CSR, column_parts: int = 1) -> tuple[BucketWidth, ...]:
     """One entry for every useful max_width: 1, 2, 4, .. up to the first that holds the longest row of a part.
 

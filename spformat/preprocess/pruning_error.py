@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays.dtypes import bits, nonzero_mask, value_type
-from ..arrays.library import Array, is_cupy, namespace
+from ..arrays.library import Array, current_device, device_of, namespace
 from ..errors import UsageError
 from ..formats.base import checked_values
 from ..formats.dense import Dense
@@ -57,15 +57,18 @@ def error(w: Array | Dense, kept: Array | Dense, x: Array | None = None) -> Prun
     """
     before, after = (checked_values(a.data if isinstance(a, Dense) else a, "error") for a in (w, kept))
     xp, (M, K) = namespace(before), before.shape
-    if after.shape != before.shape or is_cupy(after) != is_cupy(before):
+    if after.shape != before.shape:
         raise UsageError(f"error: expected two forms of one matrix, got shapes {before.shape} and {after.shape}")
     shape = None if x is None else getattr(x, "shape", type(x).__name__)
     if x is not None and (not hasattr(x, "dtype") or len(x.shape) != 2 or x.shape[0] != K):
         raise UsageError(f"error: x: expected an array of inputs of shape ({K}, N), got {shape}")
-    inputs: Any = None if x is None else _wide(x)
+    places = [device_of(a) for a in (before, after, *([] if x is None else [x]))]
+    if len({*places}) > 1:
+        raise UsageError(f"error: expected all arrays on one device, got {', '.join(places)}; move some of them")
     zeroed, total, lost, whole = 0, 0.0, 0.0, 0.0
     rows = max(1, CHUNK // max(1, K, 0 if x is None else x.shape[1]))
-    with np.errstate(all="ignore"):  # squares of float64 values near its limit
+    with current_device(before), np.errstate(all="ignore"):  # squares of float64 values near its limit
+        inputs: Any = None if x is None else _wide(x)
         for start in range(0, M, rows):
             part = before[start : start + rows]
             gone = nonzero_mask(part) & ~nonzero_mask(after[start : start + rows])

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..arrays import scans
-from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace, to_device
+from ..arrays.library import PAD, Array, ceil_div, index_dtype, namespace, on_own_device, to_device
 from ..arrays.segments import offsets_from_counts, rank_in_row, rows_of
 from ..errors import ArrayError, IndexBoundsError, InvariantError, OrderError, PatternError, UsageError
 from ..formats.csr import CSR
@@ -167,6 +167,7 @@ def warps_per_row(lengths: Array) -> Array:
     return xp.where(lengths > FRAGMENT, WARPS * -(-lengths // FRAGMENT), short)
 
 
+@on_own_device
 def mma_of_whole_fragments(csr: CSR, N: int) -> int:
     """TCA-SpMM's Eq. 1: instructions if every row used all 8 columns of its fragments.
 
@@ -177,11 +178,13 @@ def mma_of_whole_fragments(csr: CSR, N: int) -> int:
     return int((-(-lengths // FRAGMENT)).sum()) * ceil_div(N, 2)  # synchronize!
 
 
+@on_own_device
 def mma_of_full_fragments(csr: CSR, N: int) -> float:
     """The limit of Eq. 1 for long rows, nnz * N / 128: instructions if no place of any fragment were empty."""
     return csr.nnz * N / (2 * FRAGMENT)
 
 
+@on_own_device
 def tca(csr: CSR) -> TCASchedule:
     """The schedule of a matrix with valid ``indptr``; stored zeros count as items. O(8 M log M + W).
 

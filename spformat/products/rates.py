@@ -116,7 +116,7 @@ def source(p: Problem) -> str:
     device = roofline.device_of(p)
     if _rates_of(device) != _rates_of(roofline.H200):
         return f"{line}, scaled to {device.name}"
-    return line if p.sm in (None, device.sm) else f"{line}, taken for {p.sm_name} as they are"
+    return line if p.sm in (None, roofline.H200.sm) else f"{line}, taken for {p.sm_name} as they are"
 
 
 def _rates_of(device: roofline.Device) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import limits
 from ..arrays.dtypes import SAFETENSORS, SAFETENSORS_CODE
-from ..arrays.library import is_cupy
+from ..arrays.library import current_device, is_cupy
 from ..errors import ArrayError, ContainerError, InternalError, UsageError, WriteError, printable
 from . import crc, stheader
 from .device_copy import DeviceCopy
@@ -152,7 +152,8 @@ class Writer:
     def _drain(self, offset: int, a: Any) -> int:
         device_copy = self._copies.setdefault(a.device.id, DeviceCopy(a.device.id))
         base = self._data_start + offset
-        whole = a if a.flags.c_contiguous else a.copy()
+        with current_device(a):
+            whole = a if a.flags.c_contiguous else a.copy()
         return device_copy.drain(whole, lambda piece, at: self._out.write_at(base + at, piece))
 
     def commit(self) -> None:

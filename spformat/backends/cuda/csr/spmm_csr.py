@@ -10,7 +10,7 @@ from ....products.kernel import spmm_of
 from ....products.problem import Problem
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, restored
 from ..runtime.row_tiles import Device, Tile, choose_tile
 from ..runtime.row_work import (
     BinTable,
@@ -55,7 +55,7 @@ class SpmmCSR(RowGathering, CudaKernel):
         return tuple(names)
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
-        stored = a.restored()
+        stored = restored(a)
         rows, indices, data = rows_by_length(a, p), stored.indices, stored.data
         value, out = VALUE_TYPES[p.a_dtype], VALUE_TYPES[p.out_dtype]
         index = "long long" if indices.dtype.itemsize == 8 else "int"

@@ -16,7 +16,7 @@ from ..runtime import jit
 from ..runtime.c_types import index_type
 from ..runtime.column_panels import PREFETCHED, TAIL, WORD, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, restored
 from ..runtime.row_work import row_gather_reasons
 from ..runtime.token_sums import room
 from .csr_records import instead_of_arrays
@@ -105,6 +105,7 @@ class SpmmCSRPanel(CudaKernel):
         sums = shared_bytes(columns, GROUPS[-1], AT_ONCE, p.changed(K=0))
         fits = (room(shared_limit(p.sm), 1) - sums) // WORD
         return row_gather_reasons(p) + reasons(
+            (2**31 - WARP <= p.M < 2**32, f"counts rows with 31 bits: M must be below {2**31 - WARP}, got {p.M}"),
             (p.nnz >= 2**31, f"numbers items with 31 bits: nnz must be below 2**31, got {p.nnz}"),
             (fits < p.K, f"keeps columns of B in shared memory: K must be at most {fits:,}, got {p.K:,}"),
         )
@@ -163,7 +164,7 @@ class SpmmCSRPanel(CudaKernel):
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
-        stored = a.restored()
+        stored = restored(a)
         indptr, indices, data = stored.indptr, stored.indices, stored.data
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}, {index_type(indptr)}"
         shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {tile.log}, {tile.group}"

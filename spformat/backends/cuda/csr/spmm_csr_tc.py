@@ -22,7 +22,7 @@ from ....products.problem import Problem, itemsize
 from ....products.roofline import Device
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Bound, Launch, Operands, finish_arrays
+from ..runtime.launch import Bound, Launch, Operands, finish_arrays, restored
 from ..runtime.row_tiles import vector_width
 from ..runtime.row_work import gathered_rows, row_gather_reasons, transposed_copies
 from ..runtime.transpose import row_major
@@ -89,7 +89,7 @@ class SpmmCSRTensor(CudaKernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
-        stored = a.restored()
+        stored = restored(a)
         indptr, indices, data = stored.indptr, stored.indices, stored.data
 
         def build() -> tuple[Any, Any, Any, int]:

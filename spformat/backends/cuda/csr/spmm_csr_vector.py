@@ -15,7 +15,7 @@ from ....products.roofline import Device, device_of, shared_limit
 from ..runtime import jit
 from ..runtime.column_panels import PREFETCHED, TAIL, WORD, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch, Operands
+from ..runtime.launch import Launch, Operands, restored
 from ..runtime.row_work import GROUP, BinTable, bin_table, row_gather_reasons, rows_by_length
 from ..runtime.scratch import Scratch
 from ..runtime.token_sums import room
@@ -143,7 +143,7 @@ class SpmmCSRVector(CudaKernel):
 
     def prepared_with(self, a: Any, p: Problem, tile: Tile) -> Prepared:
         """The launches of one tile."""
-        stored = a.restored()
+        stored = restored(a)
         rows, indices, data = rows_by_length(a, p), stored.indices, stored.data
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"

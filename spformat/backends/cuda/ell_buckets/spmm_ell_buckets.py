@@ -17,7 +17,7 @@ from ....products.problem import Problem, itemsize
 from ..csr.csr_records import instead_of_arrays
 from ..runtime import jit
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch
+from ..runtime.launch import Launch, restored
 from ..runtime.row_tiles import Device, Tile, choose_tile
 from ..runtime.row_work import (
     RowGathering,
@@ -77,7 +77,7 @@ class SpmmELLBuckets(RowGathering, CudaKernel):
     def prepared(self, a: Any, p: Problem) -> Prepared:
         import cupy
 
-        stored = a.restored()
+        stored = restored(a)
         row_ids, indices, data = stored.row_ids, stored.indices, stored.data
         buckets = list(bucket_places(a.rows_per_bucket, a.split_per_bucket, a.bucket_widths))
 

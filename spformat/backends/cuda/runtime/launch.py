@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from ....arrays.library import device_error
+from ....arrays.library import device_error, is_recorded
 from ....errors import DeviceError, SpformatError
 from . import context
 from .addresses import Address, Addresses
@@ -307,6 +307,14 @@ def finish_arrays() -> None:
     import cupy
 
     cupy.cuda.get_current_stream().synchronize()  # synchronize!
+
+
+def restored(a: Any) -> Any:
+    """``a.restored()`` for a plan, whose calls may come on any stream: arrays that replaced ones are there."""
+    stored = a.restored()
+    if stored is not a and not is_recorded(stored.resident()):
+        finish_arrays()  # synchronize!
+    return stored
 
 
 def finish_device() -> None:
