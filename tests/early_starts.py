@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from spformat.backends.cuda.runtime import jit
@@ -23,4 +24,4 @@ def says_that_it_waits(launcher: Path) -> bool:
     """Whether a launcher's kernels are launched early."""
     text = launcher.read_text() if launcher.exists() else ""
     assert "waits=True" in LAUNCHER.read_text()
-    return "waits=" in text or "(RecordProducts)" in text
+    return bool(re.search(r"waits=(True|tile\.early|early)\b", text)) or "(RecordProducts)" in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,10 @@ from ....products.ideal import cache_us, load_us, plain_arithmetic, product_us, 
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device, device_of, shared_limit
-from ..runtime import jit
 from ..runtime.c_types import index_type
-from ..runtime.column_panels import PREFETCHED, TAIL, WORD, over_panels, single_us, smem
+from ..runtime.column_panels import PREFETCHED, WORD, by_layout, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch, restored
+from ..runtime.launch import restored
 from ..runtime.row_work import row_gather_reasons
 from ..runtime.token_sums import room
 from .csr_records import instead_of_arrays
@@ -152,11 +150,11 @@ class SpmmCSRPanel(CudaKernel):
     def instances(self) -> tuple[str, ...]:
         """C++ names that the compile tests build: every value type, both layouts of B, both types of indptr."""
         return (
-            "spmm_csr_panel<__nv_bfloat16, __nv_bfloat16, int, 8, 512, 2, 2, 32, true, false>",
-            "spmm_csr_panel<__half, float, long long, 16, 512, 2, 0, 16, false, true>",
-            "spmm_csr_panel<__half, __half, int, 32, 1024, 1, 3, 32, true, true>",
-            "spmm_csr_panel<float, float, int, 4, 256, 4, 1, 32, true, false>",
-            "spmm_csr_panel<double, double, long long, 2, 512, 2, 2, 32, false, true>",
+            "spmm_csr_panel<__nv_bfloat16, __nv_bfloat16, int, 8, 512, 2, 2, 16, true, false>",
+            "spmm_csr_panel<__half, float, long long, 16, 512, 2, 1, 16, false, true>",
+            "spmm_csr_panel<__half, __half, int, 16, 1024, 1, 3, 8, true, true>",
+            "spmm_csr_panel<float, float, int, 4, 256, 4, 1, 16, true, false>",
+            "spmm_csr_panel<double, double, long long, 2, 512, 2, 2, 8, false, true>",
         )
 
     def prepared(self, a: Any, p: Problem) -> Prepared:
@@ -168,18 +166,11 @@ class SpmmCSRPanel(CudaKernel):
         indptr, indices, data = stored.indptr, stored.indices, stored.data
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}, {index_type(indptr)}"
         shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {tile.log}, {tile.group}"
-        arch = jit.architecture(p.sm or 80, self.archs)
         dynamic = shared_bytes(tile.columns, tile.group, tile.threads, p)
         prefetch = int(data.nbytes + indices.nbytes <= PREFETCHED)
         fixed = (indptr, indices, data, int(data.size), prefetch, p.M, p.K)
-
-        @functools.lru_cache(maxsize=2)
-        def variant(by_columns: bool) -> Launch:
-            flags = f"{by_columns}, {p.epilogue}".lower()
-            name = f"spmm_csr_panel<{types}, {shape}, {flags}>"
-            function = jit.load("csr/spmm_csr_panel.cu", name, arch, p.device_id, dynamic)
-            return Launch(function, (*"PPPqiii", *TAIL), fixed, tile.threads, dynamic)
-
+        source, name = "csr/spmm_csr_panel.cu", f"spmm_csr_panel<{types}, {shape}"
+        variant = by_layout(p, self.archs, source, name, "PPPqiii", fixed, tile.threads, dynamic)
         at_once = device_of(p).processors * tile.resident
         blocks = ceil_div(ceil_div(p.M, tile.group), tile.tasks)
         return Prepared(over_panels(p, tile.columns, at_once, blocks, variant), str(tile))

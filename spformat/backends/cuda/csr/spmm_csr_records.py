@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +12,11 @@ from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device, shared_limit
 from ..ell_buckets import ell_buckets_records
-from ..runtime import jit, refusals
-from ..runtime.column_panels import TAIL, over_panels, single_us
+from ..runtime import refusals
+from ..runtime.column_panels import by_layout, over_panels, single_us
 from ..runtime.column_panels import smem as panel_bytes
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import MAX_GRID_Y, Launch
+from ..runtime.launch import MAX_GRID_Y
 from ..runtime.record_products import MOST_PIECES
 from ..runtime.token_sums import room
 from . import csr_records
@@ -170,15 +169,9 @@ class SpmmCSRRecords(CudaKernel):
         packed = of_format.records(a, p)
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.columns}, {tile.lanes}, {tile.parts}, {tile.warps}, {tile.resident}, {loads_of(p, tile.lanes)}"
-        arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(p, tile.columns, tile.parts * tile.warps)
+        dynamic = smem(p, tile.columns, tile.parts * tile.warps)
         fixed = (packed.data, packed.starts, p.M, p.K, packed.steps)
-
-        @functools.lru_cache(maxsize=2)
-        def variant(by_columns: bool) -> Launch:
-            flags = f"{by_columns}, {p.epilogue}".lower()
-            name = f"spmm_csr_records<{types}, {shape}, {flags}>"
-            function = jit.load("csr/spmm_csr_records.cu", name, arch, p.device_id, dynamic)
-            return Launch(function, (*"PPqii", *TAIL), fixed, tile.threads, dynamic, waits=True)
-
+        source, name = "csr/spmm_csr_records.cu", f"spmm_csr_records<{types}, {shape}"
+        variant = by_layout(p, self.archs, source, name, "PPqii", fixed, tile.threads, dynamic, waits=True)
         blocks = ceil_div(p.M, tile.rows)
         return Prepared(over_panels(p, tile.columns, blocks * MAX_GRID_Y, blocks, variant), str(tile))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +11,9 @@ from ....products.ideal import cache_us, load_us, plain_arithmetic, product_us, 
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem, itemsize
 from ....products.roofline import Device, device_of, shared_limit
-from ..runtime import jit
-from ..runtime.column_panels import PREFETCHED, TAIL, WORD, over_panels, single_us, smem
+from ..runtime.column_panels import PREFETCHED, WORD, by_layout, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch, Operands, restored
+from ..runtime.launch import Operands, restored
 from ..runtime.row_work import GROUP, BinTable, bin_table, row_gather_reasons, rows_by_length
 from ..runtime.scratch import Scratch
 from ..runtime.token_sums import room
@@ -147,19 +145,14 @@ class SpmmCSRVector(CudaKernel):
         rows, indices, data = rows_by_length(a, p), stored.indices, stored.data
         types = f"{VALUE_TYPES[p.a_dtype].cuda}, {VALUE_TYPES[p.out_dtype].cuda}"
         shape = f"{tile.columns}, {tile.threads}, {tile.resident}, {LOADS}"
-        arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(tile.columns, p)
+        dynamic = smem(tile.columns, p)
         table = bin_table(rows, tile.slots, tile.fill)
         prefetch = int(data.nbytes + indices.nbytes <= PREFETCHED)
         fixed = (table, rows.records, indices, data, int(data.size), prefetch, p.K, rows.cuts)
         sum_size, cuts = 8 if p.a_dtype == "float64" else 4, len(rows.cuts)
         sums, arrivals = Scratch(), Scratch(zeros=True)
-
-        @functools.lru_cache(maxsize=2)
-        def variant(by_columns: bool) -> Launch:
-            flags = f"{bool(rows.pieces)}, {by_columns}, {p.epilogue}".lower()
-            name = f"spmm_csr_vector<{types}, {shape}, {flags}>"
-            function = jit.load("csr/spmm_csr_vector.cu", name, arch, p.device_id, dynamic)
-            return Launch(function, (BinTable, *"PPPqiiPPP", *TAIL), fixed, tile.threads, dynamic)
+        source, name = "csr/spmm_csr_vector.cu", f"spmm_csr_vector<{types}, {shape}, {bool(rows.pieces)}"
+        variant = by_layout(p, self.archs, source, name, (BinTable, *"PPPqiiPPP"), fixed, tile.threads, dynamic)
 
         def workspace(o: Operands, n: int, panels: int) -> tuple[int, int]:
             if not cuts:

@@ -3,13 +3,15 @@ launch, any layouts. The kernels' side is include/spformat/column_panel.cuh."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....arrays.library import ceil_div
 from ....products.ideal import SECTOR, b_alignment, load_us
 from ....products.problem import COL, ROW, Problem, itemsize
 from ....products.roofline import Device
+from . import jit
 from .launch import MAX_GRID_Y, Bound, Launch, Operands, Prepare
 
 TAIL = "PPiqqqPdd"
@@ -35,6 +37,26 @@ def single_us(columns: int, p: Problem, device: Device) -> float:
     if p.b_layout != ROW or p.n == 1 or (b_alignment(p) >= word and p.n * size % word == 0):
         return 0.0
     return load_us(p.K * columns * SECTOR, device)
+
+
+def by_layout(
+    p: Problem, archs: tuple[str, ...], source: str, name: str, signature: Sequence[Any], fixed: Sequence[Any],
+    threads: int, smem: int, waits: bool = False,
+) -> Callable[[bool], Launch]:  # fmt: skip
+    """The launch of a kernel for column-major B (True) and for row-major B, compiled when it is first asked for.
+
+    name: in C++, up to the last two template arguments, which are this layout and whether there is an epilogue.
+    signature, fixed: without TAIL, and the values that are known. waits: as of ``Launch``.
+    """
+    arch = jit.architecture(p.sm or 80, archs)
+
+    @functools.lru_cache(maxsize=2)
+    def launch(by_columns: bool) -> Launch:
+        instance = f"{name}, {by_columns}, {p.epilogue}>".replace("True", "true").replace("False", "false")
+        function = jit.load(source, instance, arch, p.device_id, smem)
+        return Launch(function, (*signature, *TAIL), fixed, threads, smem, waits)
+
+    return launch
 
 
 def over_panels(

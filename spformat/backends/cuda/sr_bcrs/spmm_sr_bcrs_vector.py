@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +10,9 @@ from ....products.ideal import cache_us, load_us, memory_us, operands_bytes, rou
 from ....products.kernel import reasons, spmm_of
 from ....products.problem import Problem
 from ....products.roofline import Device, device_of, shared_limit
-from ..runtime import jit, refusals
-from ..runtime.column_panels import PREFETCHED, TAIL, over_panels, single_us, smem
+from ..runtime import refusals
+from ..runtime.column_panels import PREFETCHED, by_layout, over_panels, single_us, smem
 from ..runtime.kernel import CudaKernel, Prepared
-from ..runtime.launch import Launch
 from ..runtime.token_sums import room
 from .mma_fragments import DEPTH, MMA_TYPES, PANEL, fragments_of, too_many, types
 
@@ -115,14 +113,10 @@ class SpmmSRBCRSVector(CudaKernel):
         slots = fragments_of(a, p)
         pieces = int(slots.pieces.shape[0])
         fixed = (slots.first, slots.pieces, pieces, int(slots.nbytes <= PREFETCHED), p.M, p.K)
-        arch, dynamic = jit.architecture(p.sm or 80, self.archs), smem(tile.columns, p)
-
-        @functools.lru_cache(maxsize=2)
-        def variant(by_columns: bool) -> Launch:
-            flags = f"{by_columns}, {p.epilogue}".lower()
-            name = f"spmm_sr_bcrs_vector<{types(p)}, {tile.columns}, {tile.threads}, {tile.resident}, {flags}>"
-            function = jit.load("sr_bcrs/spmm_sr_bcrs_vector.cu", name, arch, p.device_id, dynamic)
-            return Launch(function, "PPqiqi" + TAIL, fixed, tile.threads, dynamic)
+        dynamic = smem(tile.columns, p)
+        source = "sr_bcrs/spmm_sr_bcrs_vector.cu"
+        name = f"spmm_sr_bcrs_vector<{types(p)}, {tile.columns}, {tile.threads}, {tile.resident}"
+        variant = by_layout(p, self.archs, source, name, "PPqiqi", fixed, tile.threads, dynamic)
 
         at_once = device_of(p).processors * tile.resident
         return Prepared(over_panels(p, tile.columns, at_once, slots.panels, variant), str(tile))
