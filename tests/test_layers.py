@@ -289,6 +289,7 @@ def test_formats_know_only_the_hub() -> None:
                 "array_checks",
                 "array_methods",
                 "base",
+                "checking",
                 "declare",
                 "dense_input",
                 "edges",

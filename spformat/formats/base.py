@@ -20,6 +20,7 @@ from ..errors import ArrayError, StructureError, UsageError
 from ..limits import always_allowed, check_bytes, product
 from . import edges
 from .array_methods import ArrayMethods
+from .checking import Checked
 from .declare import (
     AUTO,
     INDEX,
@@ -46,7 +47,7 @@ __all__ = ["AUTO", "INDEX", "POS", "VALUE", "Format", "RowChunks", "array", "che
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
-class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
+class Format(Checked, KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
     """Base of every format. ``shape`` is always the logical (M, K); padding is derived, never stored.
 
     Construction checks params, dtypes, ranks and lengths in O(1) and raises ``ArrayError``;
@@ -238,63 +239,6 @@ class Format(KernelOrdered, Hooks, Fields, ArrayMethods, Refill):
         out = self.with_arrays(**moved)
         object.__setattr__(out, "_marked", self._marked)
         return out
-
-    # ---------------------------------------------------------------- checking
-
-    def check_memory(self) -> None:
-        """Scan for contents that would make a kernel read or write out of bounds; raises InvariantError."""
-
-    def check_canonical(self) -> None:
-        """Scan for everything else that ``from_csr`` guarantees; raises InvariantError."""
-
-    def quick_check(self) -> bool:
-        """True if an edge has scanned all contents and they are valid. Otherwise the checks must run; they name what is
-        wrong."""
-        return bool(edges.take(self.edge_name(self.dtype), edges.CHECK, self, self.params(), self.values))
-
-    def validate(self) -> Self:
-        """Scan all contents, memory safety first; sets the validated mark and returns self.
-
-        Called again after arrays were written in place, it also forgets what products derived from the old contents.
-
-        Raises PointerError, IndexBoundsError, OrderError or PatternError for the first offender, with
-        fields array, index, value, expected and count; the matrix is then not marked as validated.
-        """
-        again = self._marked
-        try:
-            self.scan_contents()
-        except BaseException:
-            object.__setattr__(self, "_marked", False)
-            self.forget_derived()
-            raise
-        if again:
-            self.forget_derived()
-        object.__setattr__(self, "_marked", True)
-        return self
-
-    def scan_contents(self) -> None:
-        """``validate()`` without the mark."""
-        me = self.restored()
-        with current_device(me.values):
-            if not me.quick_check():
-                me.check_memory()
-                me.check_canonical()
-
-    @property
-    def is_validated(self) -> bool:
-        """Whether this object is marked as validated."""
-        return self._marked
-
-    def in_order(self) -> Self:
-        """This matrix with sorted indices, where the format accepts them in any order (CSR); else ``validate()``.
-
-        Raises OrderError for an index that is stored twice, which sorting cannot repair.
-        """
-        return self.validate()
-
-    def ensure_valid(self) -> Self:
-        """``validate()``, unless this object is already marked as validated."""
-        return self if self._marked else self.validate()
 
     # ---------------------------------------------------------------- converting
 
