@@ -121,3 +121,11 @@ def assert_stages_fit(tile: Any, room: int, resident: int) -> None:
     assert resident * (tile.smem(room) + 1024) <= 228 << 10
     assert tile.barriers(room) % 16 == 0
     assert tile.stages_end(room) >= tile.staged(tile.stages(room), room)
+
+
+def rows_of_lengths(lengths: Array, K: int, dtype: str) -> Array:
+    """A matrix [len(lengths), K] with so many small integers in each row, at random places."""
+    rng, x = np.random.default_rng(7), np.zeros((len(lengths), K))
+    for row, length in enumerate(lengths):
+        x[row, rng.permutation(K)[:length]] = rng.choice([-2, -1, 1, 2, 3], length)
+    return x.astype(VALUE_TYPES[dtype].numpy)

@@ -9,7 +9,7 @@ import emulator
 import numpy as np
 import pytest
 from emulator.process import printed
-from exact import assert_exact, equal, hopper, infinite, product
+from exact import assert_exact, equal, hopper, infinite, product, rows_of_lengths
 from test_kernels import matrix, on_device, problem
 
 import spformat as sf
@@ -143,10 +143,7 @@ def test_rows_start_and_end_at_any_item(dtype: str) -> None:
     """Rows of 0 to 40 items, so that every distance from a boundary of items and every last load occur."""
     rng = np.random.default_rng(7)
     lengths = np.concatenate((np.arange(41), rng.permutation(41), np.full(30, 3), [0, 0, 300, 1]))
-    x = np.zeros((len(lengths), 300))
-    for row, length in enumerate(lengths):
-        x[row, rng.permutation(300)[:length]] = rng.choice([-2, -1, 1, 2, 3], length)
-    x = x.astype(VALUE_TYPES[dtype].numpy)
+    x = rows_of_lengths(lengths, 300, dtype)
     B = rng.integers(-3, 4, (300, 11)).astype(x.dtype)
     a, columns = CSR.from_dense(x), 16 // x.dtype.itemsize
     for log, group in ((1, 16), (2, 8), (3, 16)):
